@@ -1,0 +1,142 @@
+"""Ask an OpenAI-compatible server for the target's own answer to every quickstart prompt.
+
+usage: python data_prep/quickstart/answer.py --url http://127.0.0.1:8000 --out conversations.jsonl
+
+The server (vLLM) applies the target's chat template and returns the exact token ids of prompt and answer.
+Each finished request is appended to --out as one line and flushed; a second call skips the ids already there, so
+an interrupted run continues where it stopped. At the end the file is rewritten in the order of the prompts.
+Output fields: id, domain, split, messages, prompt_ids, answer_ids (end token included where `finished`), finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from prompts import Prompt, generate_prompts  # noqa: E402
+
+TEMPERATURE = 0.2  # the model card's recommended sampling
+TOP_P = 0.9
+MAX_TOKENS = 192
+TIMEOUT_SECONDS = 900
+
+
+def post_json(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """POST `body` as JSON and return the decoded reply; an HTTP error carries the server's own message."""
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as reply:
+            decoded: dict[str, Any] = json.load(reply)
+            return decoded
+    except urllib.error.HTTPError as error:
+        detail = error.read().decode(errors="replace")[:500]
+        raise RuntimeError(f"{url} answered {error.code}: {detail}") from error
+
+
+def answer(url: str, model: str, prompt: Prompt) -> dict[str, Any]:
+    """One conversation row: the prompt and the answer the server sampled for it, as text and as token ids."""
+    messages = [{"role": "user", "content": prompt.text}]
+    reply = post_json(
+        f"{url}/v1/chat/completions",
+        {
+            "model": model,
+            "messages": messages,
+            "temperature": TEMPERATURE,
+            "top_p": TOP_P,
+            "max_tokens": MAX_TOKENS,
+            "seed": int(prompt.id, 16) % 2**31,  # the same prompt is sampled the same way in every order
+            "return_token_ids": True,
+        },
+    )
+    choice = reply["choices"][0]
+    return {
+        "id": prompt.id,
+        "domain": prompt.domain,
+        "split": prompt.split,
+        "messages": [*messages, {"role": "assistant", "content": choice["message"]["content"]}],
+        "prompt_ids": reply["prompt_token_ids"],
+        "answer_ids": choice["token_ids"],
+        "finished": choice["finish_reason"] == "stop",
+    }
+
+
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows already written, by id. A last line that a crash cut short is removed from the file."""
+    rows: dict[str, dict[str, Any]] = {}
+    if not path.exists():
+        return rows
+    data = path.read_bytes()
+    complete = data[: data.rfind(b"\n") + 1]
+    if len(complete) < len(data):
+        os.truncate(path, len(complete))
+    for line in complete.decode().splitlines():
+        row = json.loads(line)
+        rows[row["id"]] = row
+    return rows
+
+
+def in_flight(
+    pool: ThreadPoolExecutor, url: str, model: str, prompts: list[Prompt], limit: int
+) -> Iterator[dict[str, Any]]:
+    """Rows as they finish, with never more than `limit` requests waiting."""
+    todo = iter(prompts)
+    pending: set[Future[dict[str, Any]]] = {
+        pool.submit(answer, url, model, prompt) for prompt in islice(todo, limit)
+    }
+    while pending:
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
+        pending |= {pool.submit(answer, url, model, prompt) for prompt in islice(todo, len(done))}
+
+
+def write_in_order(path: Path, prompts: list[Prompt], rows: dict[str, dict[str, Any]]) -> None:
+    """Rewrite `path` with one row per prompt, in the prompts' order; rows of no present prompt are left out."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            file.write(json.dumps(rows[prompt.id], ensure_ascii=False, separators=(",", ":")) + "\n")
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    """Answer every prompt that has no row yet, then put the file in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1")
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="the name the server serves the target by")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
+    parser.add_argument("--concurrency", type=int, default=96, help="requests in flight")
+    args = parser.parse_args()
+
+    prompts = generate_prompts()
+    rows = read_rows(args.out)
+    todo = [prompt for prompt in prompts if prompt.id not in rows]
+    print(f"{len(prompts)} prompts, {len(prompts) - len(todo)} answered before", flush=True)
+    start, tokens = time.monotonic(), 0
+    with ThreadPoolExecutor(args.concurrency) as pool, args.out.open("a", encoding="utf-8") as file:
+        for count, row in enumerate(in_flight(pool, args.url, args.model, todo, args.concurrency), 1):
+            file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+            file.flush()
+            rows[row["id"]] = row
+            tokens += len(row["answer_ids"])
+            if count % 50 == 0 or count == len(todo):
+                rate = tokens / (time.monotonic() - start)
+                print(f"{count}/{len(todo)} answers, {tokens} tokens, {rate:.0f} tokens/s", flush=True)
+    write_in_order(args.out, prompts, rows)
+
+
+if __name__ == "__main__":
+    main()
