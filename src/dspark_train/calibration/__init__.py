@@ -1,0 +1,1 @@
+"""Confidences that mean what they say: temperature scaling, reliability metrics, online correction."""

@@ -1,0 +1,313 @@
+"""What one step costs on one machine: seconds against rows of a target pass and against requests.
+
+``profile`` measures a :class:`CostTable`, the schedulers and ``simulate`` read it. Everything in it is wall
+time in seconds; nothing in it depends on the draft's quality.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark_train.errors import UserError
+
+CURVES = ("single_row_seconds_median", "draft_seconds_median", "round_overhead_seconds_median",
+          "step_overhead_seconds_median")  # fmt: skip
+"""Optional curves over ``requests``."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured seconds of the parts of a decoding step.
+
+    The target pass is measured against its ``rows`` (tokens of all requests together). Two layouts of the
+    same number of rows cost differently where attention matters (one request with 8 rows reads one cache, 8
+    requests with one row read 8), so the first curve is measured in blocks of ``rows_per_request`` rows, and
+    ``single_row_seconds_median`` may add the curve of plain decoding. The curves over ``requests`` are
+    optional; an absent one counts as free (the draft, the overheads) or as the first curve (the single-row
+    one).
+    """
+
+    context: int
+    """Tokens of context per request at which everything was measured."""
+    rows: tuple[int, ...]
+    """Rows of a target pass, strictly increasing, from 1."""
+    seconds_median: tuple[float, ...]
+    """Seconds of a target pass of so many rows, LM head included: median over repetitions."""
+    seconds_p10: tuple[float, ...]
+    """Its 10 % quantile."""
+    seconds_p90: tuple[float, ...]
+    """Its 90 % quantile."""
+    rows_per_request: int = 1
+    """Rows that one request had in the measurement (fewer where ``rows`` is smaller): γ + 1, or 1."""
+    requests: tuple[int, ...] = ()
+    """Concurrent requests of the optional curves, strictly increasing, from 1."""
+    single_row_seconds_median: tuple[float, ...] = ()
+    """Seconds of a target pass with one row per request."""
+    draft_seconds_median: tuple[float, ...] = ()
+    """Seconds of the draft's part of a round: parallel pass, sequential head, sampling, confidences."""
+    round_overhead_seconds_median: tuple[float, ...] = ()
+    """Seconds of the rest of a speculative round: schedule, acceptance, cache upkeep, bookkeeping."""
+    step_overhead_seconds_median: tuple[float, ...] = ()
+    """Seconds of the rest of a plain-decoding step: sampling and bookkeeping."""
+    machine: str = ""
+    """Device and threads of the measurement, for the reader."""
+
+    def __post_init__(self) -> None:
+        _check_axis("rows", self.rows)
+        for name in ("seconds_median", "seconds_p10", "seconds_p90"):
+            _check_curve(name, getattr(self, name), "rows", self.rows)
+        if self.requests:
+            _check_axis("requests", self.requests)
+        for name in CURVES:
+            if getattr(self, name):
+                _check_curve(name, getattr(self, name), "requests", self.requests)
+        for low, middle, high, rows in zip(
+            self.seconds_p10, self.seconds_median, self.seconds_p90, self.rows, strict=True
+        ):
+            if not low <= middle <= high:
+                raise UserError(
+                    f"cost table: at rows={rows} the quantiles are not in order "
+                    f"(p10 {low}, median {middle}, p90 {high}); measure again with `dspark-train profile`"
+                )
+        if self.context < 0 or self.rows_per_request < 1:
+            raise UserError(
+                f"cost table: context must be ≥ 0 and rows_per_request ≥ 1, got {self.context} and "
+                f"{self.rows_per_request}"
+            )
+
+    # ------------------------------------------------------------------------------------------ reading the c
+
+    def seconds(self, rows: Tensor) -> Tensor:
+        """Seconds of a target pass of ``rows`` rows, in the measured layout.
+
+        Args:
+            rows: Any shape, ≥ 0; 0 rows cost nothing. Between measured points linear; past the last one the
+            last
+                segment goes on (see :attr:`max_rows`).
+
+        Returns:
+            Same shape, float64.
+        """
+        rows = rows.to(torch.float64)
+        return torch.where(rows > 0, _interpolate(rows, self.rows, self.seconds_median), 0.0)
+
+    def verify_seconds(self, rows: Tensor, requests: Tensor) -> Tensor:
+        """Seconds of a target pass of ``rows`` rows that belong to ``requests`` requests.
+
+        The cost of a pass is taken as (cost of its rows) + (cost per request of reading its cache), the
+        second from the difference between the two measured layouts; without the single-row curve it is 0.
+
+        Args:
+            rows: Any shape, ≥ ``requests``.
+            requests: Broadcastable to ``rows``.
+
+        Returns:
+            Same shape, float64.
+        """
+        base = self.seconds(rows)
+        if not self.single_row_seconds_median or self.rows_per_request == 1:
+            return base
+        requests = requests.to(torch.float64)
+        share = 1 / self.rows_per_request
+        # single(R) - block(R) = g·R·(1 - share) where g is the cost per request; the block layout has
+        # share·rows requests, never fewer than one.
+        difference = (self.single_row_seconds(requests) - self.seconds(requests)).clamp_min(0)
+        measured = (requests - (requests * share).clamp_min(1)).clamp_min(1e-9)
+        per_request = torch.where(requests > 1, difference / measured, 0.0)
+        return base + per_request * (requests - (rows * share).clamp_min(1)).clamp_min(0)
+
+    def single_row_seconds(self, requests: Tensor) -> Tensor:
+        """Seconds of a target pass with one row for each of ``requests`` requests (any shape), float64."""
+        if not self.single_row_seconds_median:
+            return self.seconds(requests)
+        return _interpolate(requests, self.requests, self.single_row_seconds_median)
+
+    def draft_seconds(self, requests: Tensor) -> Tensor:
+        """Seconds of the draft's part of a round (any shape), float64; 0 if unmeasured."""
+        return self._optional(requests, self.draft_seconds_median)
+
+    def round_overhead_seconds(self, requests: Tensor) -> Tensor:
+        """Seconds of the rest of a speculative round (any shape), float64; 0 if unmeasured."""
+        return self._optional(requests, self.round_overhead_seconds_median)
+
+    def step_overhead_seconds(self, requests: Tensor) -> Tensor:
+        """Seconds of the rest of a plain-decoding step (any shape), float64; 0 if unmeasured."""
+        return self._optional(requests, self.step_overhead_seconds_median)
+
+    def _optional(self, requests: Tensor, curve: tuple[float, ...]) -> Tensor:
+        if not curve:
+            return torch.zeros(requests.shape, dtype=torch.float64)
+        return _interpolate(requests, self.requests, curve)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest measured pass; what is read beyond is an extrapolation."""
+        return self.rows[-1]
+
+    def steps_per_second(self, max_rows: int) -> Tensor:
+        """The schedulers' SPS curve of the bare target pass.
+
+        Returns:
+            ``[max_rows + 1]`` float64: entry ``B`` is SPS(B); entry 0 is infinite and never asked for.
+        """
+        return 1 / self.seconds(torch.arange(max_rows + 1))
+
+    def rounds_per_second(self, requests: int, max_rows: int) -> Tensor:
+        """SPS of whole rounds of ``requests`` requests: draft, overhead and verification.
+
+        Throughput is tokens per round times this, so a scheduler that is to raise throughput reads it:
+        draft and overhead are paid whatever is verified, and flatten the curve.
+
+        Returns:
+            ``[max_rows + 1]`` float64; entries below ``requests`` are never asked for.
+        """
+        rows = torch.arange(max_rows + 1)
+        count = torch.tensor(requests)
+        fixed = self.draft_seconds(count) + self.round_overhead_seconds(count)
+        return 1 / (fixed + self.verify_seconds(rows, count))
+
+    # ------------------------------------------------------------------------------------------------ monoton
+
+    def falls(self) -> list[tuple[int, int]]:
+        """Pairs of neighbouring measured rows where more rows cost clearly less.
+
+        Clearly: the p90 of the larger pass lies below the p10 of the smaller one. Real on some machines (a
+        kernel that pads to a tile), and the reason why the causal scheduler can stop early.
+        """
+        points = zip(self.rows, self.rows[1:], self.seconds_p10, self.seconds_p90[1:], strict=False)
+        return [(small, large) for small, large, low, high in points if high < low]
+
+    def monotone(self) -> CostTable:
+        """Return the table with its curves made non-decreasing by isotonic regression (noise removed)."""
+        smooth = {name: _isotonic(getattr(self, name)) for name in ("seconds_median", *CURVES)}
+        # the quantiles move with the median so that they stay in order
+        ratio = [new / old for new, old in zip(smooth["seconds_median"], self.seconds_median, strict=True)]
+        for name, bound in (("seconds_p10", min), ("seconds_p90", max)):
+            moved = (value * factor for value, factor in zip(getattr(self, name), ratio, strict=True))
+            smooth[name] = tuple(map(bound, moved, smooth["seconds_median"]))
+        return dataclasses.replace(self, **smooth)  # type: ignore[arg-type]
+
+    # -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON; curves that were not measured are left out."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        content = {name: value for name, value in dataclasses.asdict(self).items() if value != ()}
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostTable:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            UserError: the file is missing, is not JSON, lacks or has unknown keys, or holds impossible
+            values.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"no cost table at {path}; write one with `dspark-train profile`")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path} is not valid JSON ({error}); write it again with `dspark-train profile`"
+            ) from None
+        fields = dataclasses.fields(cls)
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if not isinstance(content, dict) or not required <= content.keys():
+            raise UserError(f"{path}: a cost table needs the keys {sorted(required)}")
+        if unknown := content.keys() - {field.name for field in fields}:
+            raise UserError(
+                f"{path}: unknown keys {sorted(unknown)}; known: {[field.name for field in fields]}"
+            )
+        lists: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+        }
+        try:
+            return cls(**lists)
+        except TypeError:
+            raise UserError(f"{path}: a value has the wrong type; lists of numbers are expected") from None
+
+    def plot(self, path: str | Path) -> None:
+        """Draw seconds against rows (median, p10 to p90) and the parts of a round against requests."""
+        from matplotlib.figure import Figure
+
+        from dspark_train.calibration.plots import PALETTE, finish
+
+        panels = 2 if any(getattr(self, name) for name in CURVES) else 1
+        figure = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        axes[0].fill_between(
+            self.rows, _milli(self.seconds_p10), _milli(self.seconds_p90), color=PALETTE[0], alpha=0.2, lw=0
+        )
+        axes[0].plot(self.rows, _milli(self.seconds_median), "o-", ms=3, color=PALETTE[0])
+        axes[0].set(xlabel="rows of one target pass (tokens)", ylabel="time (ms): median, p10–p90")
+        axes[0].set_title(f"Target pass, {self.context} tokens of context")
+        if panels == 2:
+            for color, name in zip(PALETTE[1:], CURVES, strict=False):
+                if curve := getattr(self, name):
+                    label = name.removesuffix("_seconds_median").replace("_", " ")
+                    axes[1].plot(self.requests, _milli(curve), "o-", ms=3, color=color, label=label)
+            axes[1].set(xlabel="concurrent requests", ylabel="time (ms), median", title="Parts of a round")
+            axes[1].legend(frameon=False)
+        for axis in axes:
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.set_ylim(bottom=0)
+            finish(axis)
+        figure.savefig(path, dpi=150)
+
+
+def _check_axis(name: str, values: tuple[int, ...]) -> None:
+    if not values or not all(isinstance(value, int) for value in values):
+        raise UserError(f"cost table: {name} must be a list of whole numbers, got {values!r}")
+    if values[0] != 1 or any(later <= earlier for earlier, later in itertools.pairwise(values)):
+        raise UserError(f"cost table: {name} must start at 1 and strictly increase, got {list(values)}")
+
+
+def _check_curve(name: str, curve: tuple[float, ...], axis_name: str, axis: tuple[int, ...]) -> None:
+    if len(curve) != len(axis):
+        raise UserError(f"cost table: {name} has {len(curve)} values for {len(axis)} {axis_name}")
+    for position, value in zip(axis, curve, strict=True):
+        positive = value >= 0 if name.endswith("overhead_seconds_median") else value > 0
+        if not (math.isfinite(value) and positive):
+            raise UserError(
+                f"cost table: {name} at {axis_name}={position} is {value}; seconds must be positive"
+            )
+
+
+def _interpolate(at: Tensor, axis: tuple[int, ...], curve: tuple[float, ...]) -> Tensor:
+    """Piecewise linear; the last segment goes on (never downwards); constant before the first."""
+    at = at.to(torch.float64)
+    x, y = torch.tensor(axis, dtype=torch.float64), torch.tensor(curve, dtype=torch.float64)
+    if len(axis) == 1:
+        return y[0] * at.clamp_min(1) / x[0]  # one point: proportional, the pessimistic guess
+    right = torch.searchsorted(x, at.contiguous()).clamp(1, len(axis) - 1)
+    slope = (y[right] - y[right - 1]) / (x[right] - x[right - 1])
+    inside = y[right - 1] + slope * (at.clamp_min(x[0]) - x[right - 1])
+    return torch.where(at > x[-1], y[-1] + slope.clamp_min(0) * (at - x[-1]), inside)
+
+
+def _isotonic(curve: tuple[float, ...]) -> tuple[float, ...]:
+    """Least-squares non-decreasing fit (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in curve:
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            earlier, count = pools.pop()
+            mean, size = (mean * size + earlier * count) / (size + count), size + count
+        pools.append((mean, size))
+    return tuple(mean for mean, size in pools for _ in range(size))
+
+
+def _milli(seconds: tuple[float, ...]) -> list[float]:
+    return [1000 * value for value in seconds]
