@@ -68,6 +68,7 @@ class DSparkDraft(PreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
             self.lm_head = nn.Linear(size, config.draft_vocabulary, bias=False)
         self.post_init()
+        self._freeze_copies()
         if draft_token_ids is not None:
             self.set_draft_vocabulary(draft_token_ids)
         if target is not None:
@@ -106,6 +107,11 @@ class DSparkDraft(PreTrainedModel):
             if name in self._modules:
                 del self._modules[name]
         self.borrowed = BorrowedVocabulary(target.embedding_weight, head)
+
+    def _freeze_copies(self) -> None:
+        for name in ("embed_tokens", "lm_head"):
+            if name in self._modules:
+                self._modules[name].requires_grad_(False)  # type: ignore[union-attr]
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -204,7 +210,6 @@ class DSparkDraft(PreTrainedModel):
         std = self.config.initializer_range
         if module is self._modules.get("embed_tokens") or module is self._modules.get("lm_head"):
             module.weight.fill_(math.nan)  # type: ignore[operator, union-attr]
-            module.weight.requires_grad_(False)  # type: ignore[operator, union-attr]
         elif isinstance(module, nn.Linear):
             module.weight.normal_(0.0, std)
             if module.bias is not None:
@@ -219,6 +224,13 @@ class DSparkDraft(PreTrainedModel):
             module.original_inv_freq.copy_(fresh.original_inv_freq)
         if isinstance(module, SequentialHead):
             module.markov_w2.weight.zero_()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load as every Hugging Face model does; the copies of the target's matrices stay frozen."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._freeze_copies()
+        return loaded
 
     @classmethod
     def load(cls, folder: str | Path, **kwargs: Any) -> DSparkDraft:
