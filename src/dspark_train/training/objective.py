@@ -1,0 +1,533 @@
+"""The training objective and its gradient in one sweep over chunks of rows.
+
+A *row* is one supervised slot of one block. Shapes as in :mod:`dspark_train.structures`, and
+
+    rows  supervised slots of a micro-batch      P  distinct positions whose target distribution they need
+
+Draft logits of a row are ``softcap(hidden @ headᵀ + latent @ W2ᵀ)``; the target's ``softcap(state @ headᵀ)``.
+Both loss terms have closed-form gradients with respect to the draft logits ``z`` (``p = softmax(z)``):
+
+    cross entropy:  ∂ CE / ∂z = p − onehot(label)
+    L1 distance:    ∂‖p − q‖₁ / ∂z = p ⊙ (s − Σ p s),   s = sign(p − q)
+
+so a chunk's logits are turned into their own gradient in place, multiplied back onto ``head`` and ``W2``, and
+forgotten. Nothing of size ``[rows, U]`` outlives its chunk, and the frozen head needs no gradient at all.
+Overlapping blocks ask for the same target rows: sorted by position, each is computed once.
+
+The readable twin, and the oracle of the tests, is :mod:`dspark_train.training.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark_train.errors import UserError
+
+DEFAULT_MEMORY_BUDGET = 192 * 2**20
+"""Bytes that one chunk of logits (draft and target) may take, where the caller gives no number."""
+_MIN_ROWS, _MAX_ROWS = 16, 1024
+_CACHE_ELEMENTS = 2**18
+"""Elements of one fp32 scratch buffer on the CPU: three of them fit in a second-level cache."""
+_VOCABULARY_TILE = 8192
+"""Rows of ``W2`` whose gradient is accumulated at once, to bound a temporary of the product."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSums:
+    """Per-row terms and their weighted sum. Divisions happened before, in ``weights``."""
+
+    loss: Tensor
+    """Scalar, differentiable: ``Σ weights · (ce_coef · ce + tv_coef · l1)``."""
+    ce: Tensor
+    """``[rows]`` fp32, detached: cross entropy in nats; 0 where the data token is outside the vocabulary."""
+    l1: Tensor
+    """``[rows]`` fp32, detached: the full L1 distance of both distributions, in 0..2."""
+
+    @property
+    def accept(self) -> Tensor:
+        """``[rows]``: ``c* = 1 − l1/2``, probability that rejection sampling accepts the draft's token."""
+        return 1.0 - 0.5 * self.l1
+
+
+def fused_objective(
+    hidden: Tensor,
+    latent: Tensor | None,
+    w2: Tensor | None,
+    draft_head: Tensor,
+    target_head: Tensor,
+    target_hidden: Tensor,
+    target_row: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    ce_coef: float,
+    tv_coef: float,
+    softcap: float | None = None,
+    draft_token_ids: Tensor | None = None,
+    target_logsumexp: Tensor | None = None,
+    memory_budget_bytes: int | None = None,
+) -> ObjectiveSums:
+    """Cross entropy and L1 distance of all rows, with gradients for ``hidden``, ``latent`` and ``w2``.
+
+    Args:
+        hidden: ``[rows, d]`` draft hidden states.
+        latent: ``[rows, r]`` latents of the sequential head, or None for a parallel draft.
+        w2: ``[U, r]`` projection of the latents; its gradient is accumulated in fp32.
+        draft_head: ``[U, d]`` frozen head rows of the draft's vocabulary.
+        target_head: ``[V, d]`` frozen head of the target, rows beyond the tokenizer included. With a reduced
+            vocabulary and ``target_logsumexp`` given, its ``[U, d]`` rows suffice.
+        target_hidden: ``[P, d]`` target's last hidden states, one per distinct position.
+        target_row: ``[rows]`` int64, index into ``P``. Given on the CPU, nothing synchronises with a GPU.
+        labels: ``[rows]`` int64 data tokens, target vocabulary.
+        weights: ``[rows]`` slot weights, already divided by the global batch's denominator.
+        ce_coef: coefficient of the cross entropy.
+        tv_coef: coefficient of the L1 distance.
+        softcap: the target's own logit soft-cap, applied to its logits and to the draft's, bias included.
+        draft_token_ids: ``[U]`` int64, sorted: target ids of a reduced draft vocabulary. The target keeps its
+            full distribution; what lies outside counts in the L1 distance.
+        target_logsumexp: ``[P]`` fp32 normalisers of the target's logits, if known (from a feature cache).
+        memory_budget_bytes: bytes for one chunk of logits; None takes :data:`DEFAULT_MEMORY_BUDGET`.
+
+    Returns:
+        The weighted loss and the detached terms of every row, in the order given.
+    """
+    if (latent is None) != (w2 is None):
+        raise ValueError("latent and w2 are given together or not at all")
+    dtype = _matmul_dtype(hidden)
+    if dtype == torch.float16:
+        raise UserError(
+            "precision: float16 cannot hold the gradients of a softmax over a vocabulary; "
+            "use bf16-mixed or 32-true"
+        )
+    rows = hidden.shape[0]
+    if rows == 0:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        anchors = [tensor for tensor in (hidden, latent, w2) if tensor is not None]
+        zero = torch.stack([tensor.float().sum() * 0.0 for tensor in anchors]).sum()
+        return ObjectiveSums(zero, empty, empty)
+
+    host_row = target_row if target_row.device.type == "cpu" else target_row.cpu()
+    order = None
+    if bool((host_row[1:] < host_row[:-1]).any()):
+        order = torch.argsort(host_row, stable=True)
+        host_row = host_row[order]
+        device_order = order.to(hidden.device)
+        hidden, labels, weights = hidden[device_order], labels[device_order], weights[device_order]
+        latent = None if latent is None else latent[device_order]
+    used, host_row = torch.unique_consecutive(host_row, return_inverse=True)
+    if used.shape[0] != target_hidden.shape[0]:
+        device_used = used.to(target_hidden.device, non_blocking=True)
+        target_hidden = target_hidden[device_used]
+        target_logsumexp = None if target_logsumexp is None else target_logsumexp[device_used]
+    settings = _Settings(
+        dtype=dtype,
+        accurate=torch.float64 if dtype == torch.float64 else torch.float32,
+        softcap=softcap,
+        ce_coef=ce_coef,
+        tv_coef=tv_coef,
+        budget=memory_budget_bytes or DEFAULT_MEMORY_BUDGET,
+        gradient=torch.is_grad_enabled()
+        and any(tensor is not None and tensor.requires_grad for tensor in (hidden, latent, w2)),
+    )
+    with torch.no_grad():
+        inputs = _frozen_inputs(
+            draft_head,
+            target_head,
+            target_hidden,
+            host_row,
+            labels,
+            weights,
+            draft_token_ids,
+            target_logsumexp,
+            settings,
+        )
+    loss, ce, l1 = _Objective.apply(hidden, latent, w2, inputs, settings)
+    if order is not None:
+        inverse = torch.empty_like(device_order)
+        inverse[device_order] = torch.arange(rows, device=device_order.device)
+        ce, l1 = ce[inverse], l1[inverse]
+    return ObjectiveSums(loss, ce, l1)
+
+
+@torch.no_grad()
+def target_logsumexp(
+    target_hidden: Tensor,
+    target_head: Tensor,
+    *,
+    softcap: float | None = None,
+    memory_budget_bytes: int | None = None,
+) -> Tensor:
+    """``log Σ exp`` of the target's logits at every position, over the full vocabulary.
+
+    Args:
+        target_hidden: ``[P, d]``.
+        target_head: ``[V, d]``.
+        softcap: the target's logit soft-cap.
+        memory_budget_bytes: bytes for one chunk of logits.
+
+    Returns:
+        ``[P]`` fp32 (fp64 for fp64 inputs).
+    """
+    dtype = _matmul_dtype(target_hidden)
+    accurate = torch.float64 if dtype == torch.float64 else torch.float32
+    target_hidden, target_head = target_hidden.to(dtype), target_head.to(dtype)
+    positions, vocabulary = target_hidden.shape[0], target_head.shape[0]
+    result = target_hidden.new_empty(positions, dtype=accurate)
+    chunk = _fit(memory_budget_bytes or DEFAULT_MEMORY_BUDGET, vocabulary * dtype.itemsize)
+    inner = _inner_rows(chunk, vocabulary, target_hidden.device)
+    with torch.autocast(target_hidden.device.type, enabled=False):
+        logits = target_hidden.new_empty(min(chunk, positions), vocabulary)
+        wide = target_hidden.new_empty(min(inner, positions), vocabulary, dtype=accurate)
+        for start in range(0, positions, chunk):
+            part = target_hidden[start : start + chunk]
+            torch.mm(part, target_head.T, out=logits[: len(part)])
+            for low in range(0, len(part), inner):
+                block = logits[low : min(low + inner, len(part))]
+                values = wide[: len(block)].copy_(block)
+                _soften(values, softcap)
+                peak = values.amax(-1, keepdim=True)
+                total = values.sub_(peak).exp_().sum(-1)
+                result[start + low : start + low + len(block)] = total.log_().add_(peak[:, 0])
+    return result
+
+
+@dataclass(frozen=True)
+class _Settings:
+    dtype: torch.dtype
+    accurate: torch.dtype
+    softcap: float | None
+    ce_coef: float
+    tv_coef: float
+    budget: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Frozen operands, all of the matmul dtype, rows sorted by position."""
+
+    head: Tensor
+    target_head: Tensor
+    target_hidden: Tensor
+    normaliser: Tensor | None
+    first_position: list[int]
+    target_row: Tensor
+    column: Tensor
+    ce_weight: Tensor
+    tv_weight: Tensor
+    inside: Tensor
+    reduced: bool
+
+
+def _matmul_dtype(tensor: Tensor) -> torch.dtype:
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def _fit(budget: int, bytes_per_row: int) -> int:
+    return max(_MIN_ROWS, min(_MAX_ROWS, budget // max(1, bytes_per_row)) // 16 * 16)
+
+
+def _inner_rows(chunk: int, vocabulary: int, device: torch.device) -> int:
+    """Rows that elementwise passes treat at once: what the cache holds on a CPU, the whole chunk on a GPU."""
+    return min(chunk, max(4, _CACHE_ELEMENTS // vocabulary)) if device.type == "cpu" else chunk
+
+
+def _soften(logits: Tensor, softcap: float | None) -> Tensor:
+    """Apply the soft-cap in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _frozen_inputs(
+    draft_head: Tensor,
+    target_head: Tensor,
+    target_hidden: Tensor,
+    host_row: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    draft_token_ids: Tensor | None,
+    normaliser: Tensor | None,
+    settings: _Settings,
+) -> _Inputs:
+    """Cast what is frozen, find the labels' columns and the rows' positions."""
+    head, states = draft_head.to(settings.dtype), target_hidden.to(settings.dtype)
+    reduced = draft_token_ids is not None
+    weights = weights.to(settings.accurate)
+    column, inside = labels, torch.ones_like(labels, dtype=torch.bool)
+    if draft_token_ids is not None:
+        column = torch.searchsorted(draft_token_ids, labels).clamp_(max=draft_token_ids.shape[0] - 1)
+        inside = draft_token_ids[column] == labels
+        if normaliser is None:
+            normaliser = target_logsumexp(
+                states, target_head, softcap=settings.softcap, memory_budget_bytes=settings.budget
+            )
+        if target_head.shape[0] != head.shape[0]:
+            target_head = target_head[draft_token_ids]
+    if target_head.shape[0] != head.shape[0]:
+        raise ValueError(
+            f"draft_head has {head.shape[0]} rows and target_head {target_head.shape[0]}: "
+            "a reduced vocabulary needs draft_token_ids"
+        )
+    return _Inputs(
+        head=head,
+        target_head=target_head.to(settings.dtype),
+        target_hidden=states,
+        normaliser=None if normaliser is None else normaliser.to(settings.accurate),
+        first_position=host_row.tolist(),
+        target_row=host_row.to(labels.device, non_blocking=True),
+        column=column,
+        ce_weight=weights * settings.ce_coef * inside,
+        tv_weight=weights * settings.tv_coef,
+        inside=inside,
+        reduced=reduced,
+    )
+
+
+class _Objective(torch.autograd.Function):
+    """Computes loss and gradients in forward; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        latent: Tensor | None,
+        w2: Tensor | None,
+        inputs: _Inputs,
+        settings: _Settings,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            ce, l1, grads = _sweep(hidden, latent, w2, inputs, settings)
+        loss = (inputs.ce_weight * ce).sum() + (inputs.tv_weight * l1).sum()
+        ctx.mark_non_differentiable(ce, l1)
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, latent, w2)]
+        ctx.save_for_backward(*grads)
+        return loss, ce, l1
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_loss is None:
+            return None, None, None, None, None
+        scaled = [
+            None if grad is None or dtype is None else (grad * grad_loss.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return scaled[0], scaled[1], scaled[2], None, None
+
+
+def _sweep(
+    hidden: Tensor, latent: Tensor | None, w2: Tensor | None, inputs: _Inputs, settings: _Settings
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """All chunks: cross entropy ``[rows]``, L1 ``[rows]``, and three gradients, if wanted."""
+    rows, vocabulary = hidden.shape[0], inputs.head.shape[0]
+    states = hidden.detach().to(settings.dtype)
+    z = None if latent is None else latent.detach().to(settings.dtype)
+    project = None if w2 is None else w2.detach().to(settings.dtype)
+    ce, l1 = (hidden.new_empty(rows, dtype=settings.accurate) for _ in range(2))
+    grad_hidden = grad_latent = grad_w2 = None
+    if settings.gradient:
+        grad_hidden = torch.empty_like(states)
+        if z is not None and project is not None:
+            grad_latent = torch.empty_like(z)
+            grad_w2 = torch.zeros_like(project, dtype=settings.accurate)
+
+    chunk = min(rows, _fit(settings.budget, 2 * vocabulary * settings.dtype.itemsize))
+    first = inputs.first_position
+    most = max(first[min(start + chunk, rows) - 1] - first[start] + 1 for start in range(0, rows, chunk))
+    draft_buffer = states.new_empty(chunk, vocabulary)
+    target_buffer = states.new_empty(most, vocabulary)
+    work = _Scratch(chunk, vocabulary, settings, states.device)
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        low, high = first[part.start], first[part.stop - 1] + 1
+        logits = torch.mm(states[part], inputs.head.T, out=draft_buffer[: part.stop - start])
+        if z is not None and project is not None:
+            logits.addmm_(z[part], project.T)
+        target = torch.mm(
+            inputs.target_hidden[low:high], inputs.target_head.T, out=target_buffer[: high - low]
+        )
+        work.rows_to_gradients(logits, target, part, low, inputs, ce[part], l1[part])
+        if grad_hidden is None:
+            continue
+        if z is not None and project is not None and grad_latent is not None and grad_w2 is not None:
+            torch.mm(logits, project, out=grad_latent[part])
+            _accumulate(grad_w2, logits, z[part])
+        torch.mm(logits, inputs.head, out=grad_hidden[part])
+    return ce, l1, (grad_hidden, grad_latent, grad_w2)
+
+
+def _accumulate(total: Tensor, gradient: Tensor, latent: Tensor) -> None:
+    """``total += gradientᵀ @ latent``, the sum in ``total``'s precision, tile by tile of the vocabulary."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, latent)
+        return
+    for start in range(0, total.shape[0], _VOCABULARY_TILE):
+        tile = gradient[:, start : start + _VOCABULARY_TILE]
+        on_gpu = gradient.device.type == "cuda"
+        product = torch.mm(tile.T, latent, total.dtype) if on_gpu else torch.mm(tile.T, latent)
+        total[start : start + _VOCABULARY_TILE].add_(product)
+
+
+class _Scratch:
+    """Elementwise part: turns a chunk of draft logits into the gradient of its rows.
+
+    On the CPU through reused buffers that stay in the cache; on a GPU through one compiled function.
+    """
+
+    def __init__(self, chunk: int, vocabulary: int, settings: _Settings, device: torch.device) -> None:
+        self.settings = settings
+        self.on_cpu = device.type == "cpu"
+        self.inner = _inner_rows(chunk, vocabulary, device)
+        if self.on_cpu:
+            size = (self.inner, vocabulary)
+            self.draft, self.target, self.delta = (
+                torch.empty(size, dtype=settings.accurate, device=device) for _ in range(3)
+            )
+
+    def rows_to_gradients(
+        self, logits: Tensor, target: Tensor, part: slice, low: int, inputs: _Inputs, ce: Tensor, l1: Tensor
+    ) -> None:
+        """Overwrite ``logits [n, U]`` with the loss's gradient; fill ``ce [n]`` and ``l1 [n]``.
+
+        ``target [q, U]`` are the target logits of positions ``low .. low + q``.
+        """
+        for begin in range(0, logits.shape[0], self.inner):
+            block = logits[begin : begin + self.inner]
+            here = slice(part.start + begin, part.start + begin + block.shape[0])
+            first, last = inputs.first_position[here.start], inputs.first_position[here.stop - 1]
+            normaliser = None if inputs.normaliser is None else inputs.normaliser[first : last + 1]
+            arguments = (
+                block,
+                target[first - low : last - low + 1],
+                normaliser,
+                inputs.target_row[here] - first,
+                inputs.column[here],
+                inputs.ce_weight[here],
+                inputs.tv_weight[here],
+                inputs.inside[here],
+                inputs.reduced,
+            )
+            run = self._in_cache if self.on_cpu else _compiled(self.settings.gradient, self.settings.softcap)
+            row_ce, row_l1, gradient = run(*arguments)
+            ce[here.start - part.start : here.stop - part.start] = row_ce
+            l1[here.start - part.start : here.stop - part.start] = row_l1
+            if gradient is not None:
+                block.copy_(gradient)
+
+    def _in_cache(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        normaliser: Tensor | None,
+        row: Tensor,
+        column: Tensor,
+        ce_weight: Tensor,
+        tv_weight: Tensor,
+        inside: Tensor,
+        reduced: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:func:`row_terms`, in place: short passes over data that is already in the cache."""
+        n = logits.shape[0]
+        draft, delta = self.draft[:n], self.delta[:n]
+        wide = _soften(self.target[: target.shape[0]].copy_(target), self.settings.softcap)
+        distribution = (
+            torch.softmax(wide, -1, out=wide) if normaliser is None else wide.sub_(normaliser[:, None]).exp_()
+        )
+        mass = distribution.sum(-1) if reduced else None
+        softcap = self.settings.softcap
+        _soften(draft.copy_(logits), softcap)
+        peak, at_label = draft.amax(-1), draft.gather(1, column[:, None])[:, 0]
+        torch.softmax(draft, -1, out=draft)
+        ce = (peak - draft.amax(-1).log() - at_label) * inside
+
+        torch.index_select(distribution, 0, row, out=delta)
+        torch.sub(draft, delta, out=delta)
+        l1 = self.absolute_sum(delta)
+        if mass is not None:
+            l1 = l1 + (1.0 - mass[row])
+        if not self.settings.gradient:
+            return ce, l1, None
+        delta.sign_().mul_(draft)
+        mean_sign = delta.sum(-1)
+        draft.mul_((ce_weight - tv_weight * mean_sign)[:, None])
+        delta.mul_(tv_weight[:, None]).add_(draft)
+        delta.scatter_add_(1, column[:, None], -ce_weight[:, None])
+        if softcap is not None:
+            delta.mul_(draft.copy_(logits).div_(softcap).tanh_().square_().neg_().add_(1.0))
+        return ce, l1, delta
+
+    def absolute_sum(self, values: Tensor) -> Tensor:
+        """Σ|·| per row through the target's buffer, which nobody reads any more."""
+        n = values.shape[0]
+        return torch.abs(values, out=self.target[:n]).sum(-1)
+
+
+def row_terms(
+    logits: Tensor,
+    target: Tensor,
+    normaliser: Tensor | None,
+    row: Tensor,
+    column: Tensor,
+    ce_weight: Tensor,
+    tv_weight: Tensor,
+    inside: Tensor,
+    reduced: bool,
+    gradient: bool,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross entropy, L1 distance and weighted logit gradient of a chunk as plain formulas (compiled on GPUs).
+
+    Args:
+        logits: ``[n, U]`` draft logits, without soft-cap.
+        target: ``[q, U]`` target logits, without soft-cap.
+        normaliser: ``[q]`` log-sum-exp of the target's full logits; None takes that of ``target`` itself.
+        row: ``[n]`` index into ``q``.
+        column: ``[n]`` label's column in the draft vocabulary.
+        ce_weight: ``[n]`` weight of the cross entropy (0 where the label is outside).
+        tv_weight: ``[n]`` weight of the L1 distance.
+        inside: ``[n]`` bool: the label is in the draft vocabulary.
+        reduced: the target has mass outside the ``U`` columns.
+        gradient: whether to compute the gradient.
+        softcap: of both logits.
+
+    Returns:
+        ``ce [n]``, ``l1 [n]``, and the gradient ``[n, U]`` in the logits' dtype, or None.
+    """
+    accurate = ce_weight.dtype
+    capped, wide = logits.to(accurate), target.to(accurate)
+    if softcap is not None:
+        capped, wide = softcap * torch.tanh(capped / softcap), softcap * torch.tanh(wide / softcap)
+    log_draft = torch.log_softmax(capped, -1)
+    draft = log_draft.exp()
+    level = torch.logsumexp(wide, -1) if normaliser is None else normaliser
+    distribution = (wide[row] - level[row, None]).exp()
+    ce = -log_draft.gather(1, column[:, None])[:, 0] * inside
+    delta = draft - distribution
+    l1 = delta.abs().sum(-1)
+    if reduced:
+        l1 = l1 + 1.0 - distribution.sum(-1)
+    if not gradient:
+        return ce, l1, None
+    signed = delta.sign() * draft
+    slope = draft * (ce_weight - tv_weight * signed.sum(-1))[:, None] + tv_weight[:, None] * signed
+    hot = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
+    slope = slope - torch.where(hot, ce_weight[:, None], 0.0)
+    if softcap is not None:
+        slope = slope * (1.0 - (capped / softcap).square())
+    return ce, l1, slope.to(logits.dtype)
+
+
+@cache
+def _compiled(gradient: bool, softcap: float | None) -> Any:
+    """:func:`row_terms` compiled once per process (dynamic shapes: chunks differ in rows and positions)."""
+    from functools import partial
+
+    return torch.compile(partial(row_terms, gradient=gradient, softcap=softcap), dynamic=True)
