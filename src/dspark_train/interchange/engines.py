@@ -1,0 +1,87 @@
+"""What each serving engine cannot do with a draft, said by name before anything is written.
+
+The facts were read from the engines' own loaders, at the versions named in :data:`VERSIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Engine = Literal["vllm", "sglang"]
+
+VERSIONS: dict[Engine, str] = {"vllm": "vLLM 0.27 to 0.33", "sglang": "SGLang 0.5.23"}
+"""Engine versions whose loaders the rules below describe."""
+
+VLLM_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Attention head sizes that vLLM's attention kernels share."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rope scalings that the draft, the engines and the independent reader all compute alike."""
+
+
+def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
+    """Return why ``engine`` cannot serve a draft with the acceptance that it has here; empty where it can.
+
+    Args:
+        config: canonical native configuration, as it would be written.
+        engine: to serve it.
+    """
+    rope = config["rope_parameters"] or {}
+    kind, partial = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    rules = {
+        "markov_rank 0 (no sequential head) crashes its loader": config["markov_rank"] == 0,
+        "its DSpark draft samples from the anchor on; this draft does not": not config["sample_from_anchor"],
+        f"mask_token_id {config['mask_token_id']} is outside the vocabulary {config['vocab_size']}": (
+            config["mask_token_id"] >= config["vocab_size"]
+        ),
+        f"rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}": kind not in ROPE_TYPES,
+        f"it applies no logit soft-cap to draft logits (this target caps at {config['final_logit_softcapping']}): "
+        "greedy drafts are the same, sampled ones follow another distribution": bool(
+            config["final_logit_softcapping"]
+        ),
+    }
+    if engine == "vllm":
+        rules |= {
+            f"its loader knows vanilla heads only, not {config['markov_head_type']}": (
+                config["markov_head_type"] in ("gated", "rnn")
+            ),
+            f"head_dim {config['head_dim']} is not one of {', '.join(map(str, VLLM_HEAD_DIMS))}": (
+                config["head_dim"] not in VLLM_HEAD_DIMS
+            ),
+        }
+    else:
+        rules |= {
+            "it embeds draft tokens with the target's unscaled table; this target scales its embeddings by "
+            f"{config['embedding_scale']:g}": config["embedding_scale"] != 1.0,
+            "it has no reduced draft vocabulary": config.get("draft_vocab_size") is not None,
+            f"it rotates whole heads; partial_rotary_factor is {partial}": partial not in (None, 1.0),
+            f"its feed-forward layers know silu only, not {config['hidden_act']}": config["hidden_act"] != "silu",
+        }
+    return [f"{VERSIONS[engine]}: {text}" for text, wrong in rules.items() if wrong]
+
+
+def serving_commands(
+    layout: str, engines: Mapping[Engine, list[str]], target: str, folder: str, block_size: int
+) -> list[str]:
+    """Return the command that serves a written draft in each engine that can, with the versions that read it right.
+
+    Args:
+        layout: native, sglang, speculators or dflash.
+        engines: problems of each engine that the layout is for.
+        target: name or path of the target.
+        folder: of the draft.
+        block_size: γ.
+    """
+    commands = []
+    if "vllm" in engines and not engines["vllm"]:
+        settings = f'{{"method": "dspark", "model": "{folder}", "num_speculative_tokens": {block_size}}}'
+        commands.append(f"# {VERSIONS['vllm']}\nvllm serve {target} --speculative-config '{settings}'")
+    if "sglang" in engines and not engines["sglang"]:
+        commands.append(
+            f"# {VERSIONS['sglang']}\npython -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder} "
+            f"--speculative-num-draft-tokens {block_size + 1} "
+            f"--speculative-dspark-confidence-sts-path {folder}/calibration.json"
+        )
+    return commands

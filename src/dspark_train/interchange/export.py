@@ -1,0 +1,204 @@
+"""Writes a trained draft in the layout of a serving engine, reads it back, and says what it cannot do."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from dspark_train.errors import UserError
+from dspark_train.interchange.checkpoint import MAX_SHARD_BYTES, DraftCheckpoint, write_checkpoint
+from dspark_train.interchange.dflash import to_dflash
+from dspark_train.interchange.engines import Engine, problems, serving_commands
+from dspark_train.interchange.folding import (
+    add_empty_head,
+    fold_embedding_scale,
+    fold_temperature,
+    fold_vocabulary,
+)
+from dspark_train.interchange.native import (
+    DSPARK_DEFAULTS,
+    LAYER_FIELDS,
+    REQUIRED_FIELDS,
+    expected_shapes,
+    rope_parameters,
+    to_native,
+)
+from dspark_train.interchange.speculators import to_speculators
+from dspark_train.interchange.verify import ReadBack, verify_folder
+
+if TYPE_CHECKING:
+    from dspark_train.draft.model import DSparkDraft
+    from dspark_train.target.frozen import FrozenTarget
+
+ExportFormat = Literal["native", "speculators", "sglang", "dflash"]
+
+ENGINES: dict[ExportFormat, tuple[Engine, ...]] = {
+    "native": ("vllm", "sglang"),
+    "speculators": ("vllm",),
+    "sglang": ("sglang",),
+    "dflash": (),
+}
+"""Engines that each format is for."""
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What an export takes from the target."""
+
+    name: str
+    """Name or path, as a server will be given it."""
+    architectures: list[str]
+    embedding: Tensor
+    """``[V, d]``, without the embedding scale."""
+    head: Tensor
+    """``[V, d]``."""
+
+    @classmethod
+    def of(cls, target: FrozenTarget) -> TargetWeights:
+        """Of a loaded target."""
+        names = list(target.model.config.architectures or [type(target.model).__name__])
+        return cls(target.name, names, target.embedding_weight.detach(), target.head_weight.detach())
+
+
+@dataclass
+class ExportResult:
+    """A written folder."""
+
+    folder: Path
+    format: ExportFormat
+    config: dict[str, Any]
+    """As written."""
+    read_back: ReadBack
+    warnings: list[str] = field(default_factory=list)
+    """Engines that cannot serve it, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What was rewritten for the engines."""
+    commands: list[str] = field(default_factory=list)
+    """How to serve it."""
+    temperature: float | None = None
+    """Folded into the confidence head; None where none was."""
+
+
+def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype) -> DraftCheckpoint:
+    """Return the draft in memory as a checkpoint of one element type, copies of the target's weights included.
+
+    Raises:
+        UserError: a weight is missing or not finite (training diverged).
+    """
+    source = draft.config.to_dict()
+    config = {name: source[name] for name in (*REQUIRED_FIELDS, "head_dim", *LAYER_FIELDS)}
+    config |= {name: source.get(name, default) for name, default in DSPARK_DEFAULTS.items()}
+    for name in ("block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"):
+        config[name] = source[name]
+    config["num_target_layers"] = source["num_target_layers"]
+    config["draft_vocab_size"] = source.get("draft_vocab_size")
+    config["layer_types"] = ["full_attention"] * source["num_hidden_layers"]
+    config["rope_parameters"] = rope_parameters(source)
+    state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items() if name != "d2t"}
+    token_ids = draft.draft_token_ids
+    token_ids = None if token_ids is None else token_ids.cpu()
+    head = target.head if token_ids is None else target.head[token_ids.to(target.head.device)]
+    state |= {"embed_tokens.weight": target.embedding.cpu(), "lm_head.weight": head.cpu()}
+    tensors = {name: state[name].to(dtype) for name in expected_shapes(config) if name in state}
+    missing = sorted(set(expected_shapes(config)) - set(tensors))
+    broken = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+    if missing or broken:
+        raise UserError(
+            f"the draft cannot be exported: {', '.join(missing) or 'no tensor'} missing, "
+            f"{', '.join(broken) or 'none'} not finite; train it again or use an earlier checkpoint"
+        )
+    return DraftCheckpoint(config, tensors, token_ids)
+
+
+def prepare(
+    checkpoint: DraftCheckpoint, target: TargetWeights, layout: ExportFormat, temperature: float | None
+) -> tuple[DraftCheckpoint, dict[Engine, list[str]]]:
+    """Rewrite a draft for a layout's engines, and find what they cannot do.
+
+    Returns:
+        The draft to write, and the problems of each engine that the layout is for.
+
+    Raises:
+        UserError: no engine of a layout that is made for one engine can serve the draft.
+    """
+    scale = checkpoint.config["embedding_scale"]
+    if temperature is not None:
+        checkpoint = fold_temperature(checkpoint, temperature)
+    checkpoint = fold_embedding_scale(checkpoint)
+    if layout != "dflash":
+        checkpoint = add_empty_head(checkpoint)
+    if layout in ("native", "sglang"):
+        checkpoint = fold_vocabulary(checkpoint, target.head.cpu())
+    judged = {**checkpoint.config, "embedding_scale": scale}
+    found: dict[Engine, list[str]] = {engine: problems(judged, engine) for engine in ENGINES[layout]}
+    if len(found) == 1 and layout in ("speculators", "sglang"):
+        (reasons,) = found.values()
+        if reasons:
+            raise UserError(
+                f"format {layout}: {'; '.join(reasons)}. Nothing was written; format native is read back by this "
+                "project whatever the engines say"
+            )
+    return checkpoint, found
+
+
+def export_draft(
+    draft: DSparkDraft,
+    target: TargetWeights,
+    folder: Path,
+    layout: ExportFormat = "native",
+    dtype: torch.dtype | None = None,
+    temperature: float | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> ExportResult:
+    """Write ``draft`` to ``folder``, read it back independently, and compare.
+
+    The folder is written aside and moved into place once the comparison has passed.
+
+    Args:
+        draft: trained.
+        target: that it was trained for.
+        folder: to write; an earlier export in it is replaced.
+        layout: of the folder.
+        dtype: element type of the weights; None keeps the target's.
+        temperature: folded into the confidence head; None folds none.
+        max_shard_bytes: largest weight file.
+
+    Raises:
+        UserError: the layout cannot hold the draft, its engine cannot serve it, or reading back fails.
+    """
+    dtype = dtype or target.head.dtype
+    checkpoint, found = prepare(checkpoint_of(draft, target, dtype), target, layout, temperature)
+    if layout == "dflash":
+        config, tensors = to_dflash(checkpoint)
+    elif layout == "speculators":
+        config, tensors = to_speculators(checkpoint, target.name, target.architectures)
+    else:
+        config, tensors = to_native(checkpoint)
+    aside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    write_checkpoint(aside, config, tensors, max_shard_bytes)
+    read_back = verify_folder(aside, draft, target.embedding.cpu(), target.head.cpu(), dtype, temperature or 1.0)
+    replace_folder(aside, folder)
+    warnings = [reason for reasons in found.values() for reason in reasons]
+    if layout == "dflash":
+        warnings.append(
+            "vLLM 0.27 to 0.33 refuses sample_from_anchor in DFlash drafts, and z-lab's and SGLang's DFlash loaders "
+            "ignore it and would accept almost nothing: to serve this draft, export it as native"
+        )
+    commands = serving_commands(layout, found, target.name, str(folder), checkpoint.config["block_size"])
+    return ExportResult(folder, layout, config, read_back, warnings, checkpoint.notes, commands, temperature)
+
+
+def replace_folder(source: Path, folder: Path) -> None:
+    """Move the files of ``source`` into ``folder``; weight files of an earlier export are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in [*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"]:
+        stale.unlink(missing_ok=True)
+    for path in source.iterdir():
+        path.replace(folder / path.name)
+    source.rmdir()
