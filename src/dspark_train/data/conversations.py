@@ -1,0 +1,253 @@
+"""Conversations as the rest of the package sees them, and the JSONL file that carries them between stages.
+
+One row of the file is one conversation::
+
+    {"id": "…", "domain": "math", "split": "train", "messages": [{"role": "user", "content": "…"}, …],
+     "tools": […], "template": {"enable_thinking": false}, "finished": true,
+     "prompt_ids": […], "answer_ids": […],            # the exact tokens of a single generated turn, or
+     "turns": [{"prompt_ids": […], "answer_ids": […], "finished": true}, …],     # … of several, or
+     "input_ids": […], "loss_mask": […]}                                        # … a pre-tokenized example
+
+Only ``messages`` (or ``input_ids`` with ``loss_mask``) is required.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dspark_train.errors import UserError
+
+SPLITS = ("train", "calibration", "heldout")
+"""Conversations are divided into these once, before anything else is made of them."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class BadConversation(ValueError):  # noqa: N818 - names what it holds
+    """One conversation cannot be used; the run goes on without it.
+
+    Attributes:
+        reason: short, and the same for all conversations with this fault, so that it can be counted.
+        detail: what exactly, and where.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+class DroppedConversation(BadConversation):
+    """A sound conversation that gives nothing to train on; counted, but no fault of the data."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The exact tokens of one generated turn."""
+
+    prompt_ids: Sequence[int]
+    """All tokens that the target read before it answered."""
+    answer_ids: Sequence[int]
+    """What it generated, end token included where it finished."""
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, with exact tokens where they are known (see the module's docstring)."""
+
+    id: str
+    messages: Sequence[Mapping[str, Any]] = ()
+    domain: str = "unknown"
+    split: str | None = None
+    """One of :data:`SPLITS`; None until a split is assigned."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template, such as ``enable_thinking``."""
+    finished: bool = True
+    """False where the last assistant turn was cut by a limit: it has no end token."""
+    turns: Sequence[Turn] = ()
+    input_ids: Sequence[int] | None = None
+    loss_mask: Sequence[int] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the row brings its own tokens, so that no template is applied."""
+        return bool(self.turns) or self.input_ids is not None
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the JSON object of the conversation; fields at their default are left out."""
+        row: dict[str, Any] = {"id": self.id, "domain": self.domain}
+        if self.split is not None:
+            row["split"] = self.split
+        if self.messages:
+            row["messages"] = [dict(message) for message in self.messages]
+        for name in ("tools", "template"):
+            if getattr(self, name):
+                row[name] = getattr(self, name)
+        if not self.finished:
+            row["finished"] = False
+        if self.turns:
+            row["turns"] = [
+                {
+                    "prompt_ids": list(turn.prompt_ids),
+                    "answer_ids": list(turn.answer_ids),
+                    "finished": turn.finished,
+                }
+                for turn in self.turns
+            ]
+        if self.input_ids is not None and self.loss_mask is not None:
+            row |= {"input_ids": list(self.input_ids), "loss_mask": [int(bit) for bit in self.loss_mask]}
+        return row
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What decoding starts from: the tokens before the first generated one."""
+
+    id: str
+    domain: str
+    ids: tuple[int, ...]
+
+
+def content_hash(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """Return 16 hexadecimal digits that name the content of a conversation."""
+    content = json.dumps([list(messages), list(tools or [])], ensure_ascii=True, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def assign_split(key: str, *, seed: int, calibration: float, heldout: float) -> str:
+    """Place a conversation by a hash of its id: the same place in every run, whatever else is in the set.
+
+    Args:
+        key: the conversation's id.
+        seed: another seed gives another division.
+        calibration: share of conversations in ``calibration``.
+        heldout: share of conversations in ``heldout``.
+    """
+    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+    place = int.from_bytes(digest[:8], "big") / 2**64
+    if place < heldout:
+        return "heldout"
+    return "calibration" if place < heldout + calibration else "train"
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages as plain dictionaries; raise BadConversation where they are not a conversation."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise BadConversation("no messages")
+    checked = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise BadConversation("message without a role", f"message {index}: {str(message)[:80]!r}")
+        if message["role"] not in ROLES:
+            raise BadConversation(
+                "unknown role", f"message {index}: {message['role']!r}; known: {', '.join(ROLES)}"
+            )
+        plain = {name: value for name, value in message.items() if value is not None or name == "content"}
+        content = plain.setdefault("content", None)
+        if content is None:
+            if not plain.get("tool_calls"):
+                raise BadConversation("null content", f"message {index} ({plain['role']})")
+        elif isinstance(content, str):
+            if not content.isascii():
+                try:
+                    content.encode()
+                except UnicodeEncodeError as error:
+                    raise BadConversation(
+                        "content is not valid Unicode", f"message {index}: {error}"
+                    ) from error
+        elif not isinstance(content, list):
+            raise BadConversation("content is not text", f"message {index}: {type(content).__name__}")
+        checked.append(plain)
+    return checked
+
+
+def conversation_from_row(row: Any, where: str) -> Conversation:
+    """Read one row of the JSONL file.
+
+    Args:
+        row: the decoded JSON object.
+        where: ``file:line``, for messages and for the id of rows that have neither id nor messages.
+
+    Raises:
+        BadConversation: the row is not a conversation.
+    """
+    if not isinstance(row, Mapping):
+        raise BadConversation("row is not an object", f"{where}: {type(row).__name__}")
+    split = row.get("split")
+    if split is not None and split not in SPLITS:
+        raise BadConversation("unknown split", f"{where}: {split!r}; expected one of {', '.join(SPLITS)}")
+    turns = row.get("turns") or []
+    if row.get("prompt_ids") is not None and row.get("answer_ids") is not None:
+        turns = [
+            {name: row.get(name) for name in ("prompt_ids", "answer_ids")} | {"finished": row.get("finished")}
+        ]
+    input_ids, loss_mask = row.get("input_ids"), row.get("loss_mask")
+    if (input_ids is None) != (loss_mask is None):
+        raise BadConversation("input_ids and loss_mask must come together", where)
+    if input_ids is not None and len(input_ids) != len(loss_mask or ()):
+        raise BadConversation(
+            "loss_mask has another length than input_ids",
+            f"{where}: {len(loss_mask or ())} against {len(input_ids)}",
+        )
+    exact = bool(turns) or input_ids is not None
+    messages = check_messages(row["messages"]) if row.get("messages") or not exact else []
+    identity = row.get("id")
+    if identity is None:
+        identity = content_hash(messages, row.get("tools")) if messages else where
+    return Conversation(
+        id=str(identity),
+        messages=messages,
+        domain=str(row.get("domain") or "unknown"),
+        split=split,
+        tools=row.get("tools") or None,
+        template=row.get("template") or {},
+        finished=row.get("finished") is not False,
+        turns=tuple(
+            Turn(turn["prompt_ids"], turn["answer_ids"], turn.get("finished") is not False) for turn in turns
+        ),
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+    )
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield ``(file:line, decoded row)`` of a JSONL file; a line that is no JSON yields a BadConversation.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if not path.is_file():
+        raise UserError(f"no such conversations file: {path}. Make it with `prepare`, or correct data.path")
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path.name}:{number}"
+            try:
+                yield where, json.loads(line)
+            except json.JSONDecodeError as error:
+                yield where, BadConversation("line is not JSON", f"{where}: {error}")
+
+
+def read_conversations(path: Path) -> Iterator[tuple[str, Conversation | BadConversation]]:
+    """Yield ``(file:line, conversation)`` for every row of a JSONL file, bad rows as what is wrong with them.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    for where, row in read_rows(path):
+        if isinstance(row, BadConversation):
+            yield where, row
+            continue
+        try:
+            yield where, conversation_from_row(row, where)
+        except BadConversation as error:
+            yield where, error

@@ -1,0 +1,304 @@
+"""Prepared sets: examples in memory-mapped Arrow files, with a manifest that says what they were made from.
+
+A set is a folder::
+
+    manifest.json               written last: without it the set is unfinished
+    train-00000.arrow …         one file per split and shard; sample id = index in the order of the shards
+    shard-00000.json            counts of a finished shard (a run that was interrupted continues after these)
+    bad.jsonl                   conversations that could not be used, with the reason
+
+No epoch loads a set: rows are read from the mapped files when a batch needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dspark_train.data.conversations import SPLITS
+from dspark_train.data.tokenize import Example
+from dspark_train.errors import UserError
+
+MANIFEST = "manifest.json"
+SCHEMA = pa.schema(
+    {
+        "input_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "length": pa.int32(),
+        "supervised": pa.int32(),
+        "anchors": pa.int32(),
+        "domain": pa.string(),
+        "split": pa.string(),
+        "conversation": pa.string(),
+    }
+)
+
+
+@dataclass
+class SplitCounts:
+    """What one split holds."""
+
+    examples: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    """Supervised tokens."""
+    anchors: int = 0
+    """Eligible anchors."""
+
+    def add(self, other: SplitCounts) -> None:
+        """Add another count to this one."""
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Manifest:
+    """Says what a set holds and what it was made from."""
+
+    fingerprint: str
+    """Of tokenizer, template, recipe, source and code version together."""
+    tokenizer: str
+    """Fingerprint of tokenizer and chat template
+    (:func:`~dspark_train.data.tokenize.tokenizer_fingerprint`).
+    """
+    tokenizer_name: str
+    max_length: int
+    template: dict[str, Any]
+    source: dict[str, Any]
+    version: str
+    conversations: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    """Conversations that are faulty, by reason."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Sound conversations that give nothing to train on, by reason."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """What had to be worked around, by name."""
+    splits: dict[str, SplitCounts] = field(default_factory=dict)
+    files: dict[str, list[str]] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest aside and move it into place."""
+        write_json(folder / MANIFEST, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a finished set; raise UserError for anything else."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise UserError(
+                f"{folder} is not a finished prepared set: it has no {MANIFEST}. Run `prepare` again"
+            )
+        try:
+            fields = json.loads(path.read_text())
+            fields["splits"] = {name: SplitCounts(**counts) for name, counts in fields["splits"].items()}
+            return cls(**fields)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}): remove the folder and run `prepare` again"
+            ) from error
+
+
+class ExampleStore:
+    """The examples of one split, memory-mapped; the index of an example is its sample id."""
+
+    def __init__(self, dataset: datasets.Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Example:
+        row = self.dataset.data.fast_slice(index, 1)
+        return Example(
+            input_ids=_flat(row, "input_ids"),
+            loss_mask=_flat(row, "loss_mask"),
+            domain=row.column("domain")[0].as_py(),
+            conversation=row.column("conversation")[0].as_py(),
+            split=row.column("split")[0].as_py(),
+        )
+
+    def loss_mask(self, index: int) -> NDArray[np.bool_]:
+        """``[T]`` mask of one example, without its tokens."""
+        return _flat(self.dataset.data.fast_slice(index, 1), "loss_mask")
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each example."""
+        return self.column("length")
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A whole scalar column (``length``, ``supervised``, ``anchors``, ``domain``, ``conversation``)."""
+        table = self.dataset.data
+        index = table.column_names.index(name)
+        column: NDArray[Any] = table.column(index).to_numpy()
+        return column
+
+
+def _flat(row: pa.Table, name: str) -> NDArray[Any]:
+    chunk = row.column(name).chunk(0)
+    values: NDArray[Any] = chunk.flatten().to_numpy(zero_copy_only=False)
+    return values
+
+
+class PreparedSet:
+    """A finished prepared set.
+
+    Args:
+        folder: where it lies.
+
+    Raises:
+        UserError: no set there, or an unfinished or damaged one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, Manifest.read(folder)
+
+    def split(self, name: str) -> ExampleStore:
+        """Map one split; raise UserError where it is empty or its files are damaged."""
+        if name not in SPLITS:
+            raise UserError(f"unknown split {name!r}: expected one of {', '.join(SPLITS)}")
+        files = self.manifest.files.get(name, [])
+        if not files:
+            held = ", ".join(f"{split} {counts.examples}" for split, counts in self.manifest.splits.items())
+            raise UserError(f"the split {name!r} of {self.folder} is empty (examples: {held or 'none'})")
+        parts = []
+        for file in files:
+            try:
+                parts.append(datasets.Dataset.from_file(str(self.folder / file)))
+            except (OSError, pa.ArrowInvalid) as error:
+                raise UserError(f"{self.folder / file} is damaged ({error}): run `prepare` again") from error
+        store = ExampleStore(datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0])
+        expected = self.manifest.splits[name].examples
+        if len(store) != expected:
+            raise UserError(
+                f"{self.folder}: split {name!r} holds {len(store)} examples, its manifest says {expected}: "
+                "run `prepare` again"
+            )
+        return store
+
+    def check_tokenizer(self, fingerprint: str, name: str) -> None:
+        """Refuse a set that was made for another target.
+
+        Args:
+            fingerprint: of the target's tokenizer.
+            name: of the target, for the message.
+        """
+        if fingerprint != self.manifest.tokenizer:
+            raise UserError(
+                f"{self.folder} was made for another target: tokenizer and template of "
+                f"{self.manifest.tokenizer_name!r} ({self.manifest.tokenizer}), not of {name!r} "
+                f"({fingerprint}). "
+                "Run `prepare` for this target"
+            )
+
+
+class ShardWriter:
+    """Writes the examples of one shard, one file per split, aside and then into place.
+
+    Args:
+        folder: of the set.
+        index: number of the shard.
+        batch: examples per Arrow record batch.
+    """
+
+    def __init__(self, folder: Path, index: int, batch: int = 512) -> None:
+        self._folder, self._index, self._batch = folder, index, batch
+        self._waiting: dict[str, list[Example]] = {}
+        self._streams: dict[str, tuple[Path, pa.RecordBatchStreamWriter]] = {}
+        self.counts: dict[str, SplitCounts] = {}
+        self.errors: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+
+    def add(self, example: Example) -> None:
+        """Add one example, to the split that it names."""
+        if example.split is None:
+            raise ValueError(f"example of conversation {example.conversation} has no split")
+        waiting = self._waiting.setdefault(example.split, [])
+        waiting.append(example)
+        if len(waiting) >= self._batch:
+            self._flush(example.split)
+
+    def _flush(self, split: str) -> None:
+        examples, self._waiting[split] = self._waiting[split], []
+        if not examples:
+            return
+        if split not in self._streams:
+            path = self._folder / f"{split}-{self._index:05d}.arrow"
+            self._streams[split] = (path, pa.ipc.new_stream(f"{path}.tmp", SCHEMA))
+        lengths = [len(example.input_ids) for example in examples]
+        supervised = [int(np.count_nonzero(example.loss_mask)) for example in examples]
+        anchors = [example.eligible_anchors for example in examples]
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), type=pa.int32())
+        columns = [
+            pa.ListArray.from_arrays(
+                offsets, pa.array(np.concatenate([example.input_ids for example in examples]))
+            ),
+            pa.ListArray.from_arrays(
+                offsets, pa.array(np.concatenate([example.loss_mask for example in examples]))
+            ),
+            *(pa.array(values, type=pa.int32()) for values in (lengths, supervised, anchors)),
+            pa.array([example.domain for example in examples]),
+            pa.array([split] * len(examples)),
+            pa.array([example.conversation for example in examples]),
+        ]
+        self._streams[split][1].write_batch(pa.record_batch(columns, schema=SCHEMA))
+        counts = self.counts.setdefault(split, SplitCounts())
+        counts.add(SplitCounts(len(examples), sum(lengths), sum(supervised), sum(anchors)))
+
+    def close(self, notes: Counter[str], conversations: int) -> None:
+        """Finish the files, move them into place, and write the counts that mark the shard as done."""
+        for split in list(self._waiting):
+            self._flush(split)
+        for path, stream in self._streams.values():
+            stream.close()
+            os.replace(f"{path}.tmp", path)
+        write_json(
+            self._folder / f"shard-{self._index:05d}.json",
+            {
+                "conversations": conversations,
+                "errors": dict(self.errors),
+                "dropped": dict(self.dropped),
+                "notes": dict(notes),
+                "splits": {split: asdict(counts) for split, counts in self.counts.items()},
+            },
+        )
+
+
+def gather_manifest(folder: Path, manifest: Manifest, shards: int) -> Manifest:
+    """Add up the counts of all shards, in their order; the caller writes the result."""
+    for index in range(shards):
+        shard = json.loads((folder / f"shard-{index:05d}.json").read_text())
+        manifest.conversations += shard["conversations"]
+        for name in ("errors", "dropped", "notes"):
+            setattr(manifest, name, dict(Counter(getattr(manifest, name)) + Counter(shard[name])))
+        for split in SPLITS:
+            if split in shard["splits"]:
+                manifest.splits.setdefault(split, SplitCounts()).add(SplitCounts(**shard["splits"][split]))
+                manifest.files.setdefault(split, []).append(f"{split}-{index:05d}.arrow")
+    return manifest
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON aside and move it into place."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    os.replace(temporary, path)
+
+
+def examples_by_conversation(store: ExampleStore) -> dict[str, Sequence[int]]:
+    """Sample ids of each conversation, in order."""
+    found: dict[str, list[int]] = {}
+    for index, conversation in enumerate(store.column("conversation").tolist()):
+        found.setdefault(conversation, []).append(index)
+    return dict(found)
