@@ -1,0 +1,1 @@
+"""Benchmark suites, baselines, ablations, and the report of a run."""

@@ -1,0 +1,158 @@
+"""The report of a run: one HTML page in which every number comes from a file of that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_train.evaluation import readers, sections, text
+from dspark_train.evaluation.page import Fact, Page, Section, write
+from dspark_train.evaluation.run_folder import RunFolder
+from dspark_train.evaluation.suite_section import suites_section
+from dspark_train.evaluation.views import CalibrationView, ModeView
+
+_Format = Callable[[Any], str]
+
+
+def run_page(run: RunFolder) -> Page:
+    """Build the page of one run; sections whose files are missing are left out."""
+    modes = readers.modes(run.decode)
+    calibrations = readers.calibration(run.calibration)
+    sweeps = readers.sweeps(run.studies.get("threshold_sweep", {}))
+    loads = readers.loads(run.studies.get("simulate", {}))
+    found: list[Section | None] = [
+        sections.learning(run.curves),
+        sections.acceptance(modes),
+        *(suites_section(name, value) for name, value in run.evaluations.items()),
+        sections.reliability(calibrations),
+        sections.threshold(sweeps, "studies/threshold_sweep.json"),
+        sections.load(loads, "studies/simulate.json"),
+        sections.examples(run.decode.get("examples", [])),
+        sections.recipe(settings(run), run.config_text),
+    ]
+    return Page(
+        title=run.name,
+        kicker=_kicker(run),
+        summary=summary(modes, calibrations),
+        facts=facts(run, modes, calibrations),
+        sections=[section for section in found if section is not None],
+        footer=_footer(run),
+    )
+
+
+def write_report(path: Path, output: Path | None = None) -> Path:
+    """Write ``report.html`` of the run folder ``path`` (or to ``output``) and return where it lies."""
+    return write(run_page(RunFolder.load(path)), output or path / "report.html")
+
+
+def summary(modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) -> str:
+    """Say in two or three sentences what the run achieved."""
+    parts = []
+    greedy = next((mode for mode in modes if mode.temperature == 0), None)
+    if greedy is not None:
+        sentence = (
+            f"With this draft the target commits {text.fixed(greedy.tau)} tokens per step in greedy decoding"
+        )
+        if greedy.speedup is not None:
+            sentence += f" and answers {text.factor(greedy.speedup)} as fast as it does alone"
+        parts.append(sentence + ".")
+        if greedy.identical is not None and greedy.prompts:
+            same = greedy.identical == greedy.prompts
+            count = f"all {greedy.prompts}" if same else f"{greedy.identical} of {greedy.prompts}"
+            parts.append(f"Its output is token for token the target's own on {count} prompts.")
+    if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
+        before, after = text.share(calibrations[0].mean_before), text.share(calibrations[0].mean_after)
+        parts.append(f"Its confidences are off by {after} on average after calibration ({before} before).")
+    return " ".join(parts)
+
+
+def facts(run: RunFolder, modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) -> list[Fact]:
+    """The figures on top of the page."""
+    found: list[Fact] = []
+    for mode in modes:
+        note = "tokens per target step" + (f", {mode.prompts} prompts" if mode.prompts else "")
+        found.append(Fact(f"Accepted length τ, {mode.name.lower()}", text.fixed(mode.tau), note))
+    for mode in modes:
+        if mode.speedup is not None:
+            found.append(Fact(f"Speedup, {mode.name.lower()}", text.factor(mode.speedup), _speed_note(mode)))
+    greedy = next((mode for mode in modes if mode.temperature == 0 and mode.identical is not None), None)
+    if greedy is not None and greedy.prompts:
+        same = greedy.identical == greedy.prompts
+        note = "greedy output equals plain decoding"
+        found.append(Fact("Identical output", f"{greedy.identical} of {greedy.prompts}", note, good=same))
+    if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
+        note = f"from {text.share(calibrations[0].mean_before)} before temperature scaling"
+        found.append(Fact("Calibration error (ECE)", text.share(calibrations[0].mean_after), note))
+    seconds = readers.fit_seconds(run.run)
+    if seconds is not None:
+        found.append(Fact("Training time", text.duration(seconds), _steps_note(run)))
+    if run.run.get("peak_memory_bytes"):
+        found.append(
+            Fact("Peak memory", text.size(float(run.run["peak_memory_bytes"])), "of the training process")
+        )
+    return found
+
+
+def _speed_note(mode: ModeView) -> str:
+    parts = []
+    if mode.plain_rate is not None and mode.rate is not None:
+        parts.append(f"{mode.plain_rate:.1f} → {mode.rate:.1f} tokens/s")
+    if mode.speedup_low is not None and mode.speedup_high is not None:
+        parts.append(f"{text.interval(mode.speedup_low, mode.speedup_high)} {mode.spread}".rstrip())
+    return "; ".join(parts)
+
+
+def _steps_note(run: RunFolder) -> str:
+    last = max(
+        (curve[-1][0] for name, curve in run.curves.items() if name.startswith("train/") and curve),
+        default=None,
+    )
+    return f"{last:,.0f} steps" if last else ""
+
+
+def _kicker(run: RunFolder) -> str:
+    target = run.run.get("target")
+    name = target.get("name") if isinstance(target, dict) else target
+    return f"DSpark draft for {name}" if name else "DSpark draft"
+
+
+def _footer(run: RunFolder) -> str:
+    parts = []
+    versions = run.run.get("versions", {})
+    if isinstance(versions, dict):
+        parts += [f"{name} {version}" for name, version in versions.items()]
+    if run.run.get("commit"):
+        parts.append(f"commit {str(run.run['commit'])[:12]}")
+    if run.run.get("finished"):
+        parts.append(str(run.run["finished"]))
+    return " · ".join(parts)
+
+
+def settings(run: RunFolder) -> list[tuple[str, str]]:
+    """The main settings of the recipe, from the exported draft's configuration and ``run.json``."""
+    draft = run.draft
+    rows: list[tuple[str, _Format, str]] = [
+        ("Draft layers", str, "num_hidden_layers"),
+        ("Block size γ", str, "block_size"),
+        ("Sequential head", _head, "markov_head_type"),
+        ("Tapped target layers", _listed, "target_layer_ids"),
+        ("Draft vocabulary", text.quantity, "draft_vocab_size"),
+        ("Confidence head", lambda on: "yes" if on else "no", "enable_confidence_head"),
+        ("Stored as", str, "dtype"),
+    ]
+    found = [(label, fmt(draft[key])) for label, fmt, key in rows if draft.get(key) is not None]
+    if draft.get("markov_rank"):
+        found.append(("Markov rank", str(draft["markov_rank"])))
+    parameters = run.run.get("parameters")
+    if isinstance(parameters, dict):
+        found += [(f"Parameters, {name}", text.quantity(float(count))) for name, count in parameters.items()]
+    return found
+
+
+def _head(kind: str) -> str:
+    return {"none": "none (parallel draft)"}.get(kind, str(kind))
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,60 @@
+"""How the report writes numbers."""
+
+from __future__ import annotations
+
+
+def fixed(value: float, digits: int = 2) -> str:
+    """Write a number with a fixed count of decimals and thousands separated."""
+    return f"{value:,.{digits}f}"
+
+
+def share(value: float, digits: int = 1) -> str:
+    """Write a share of one as a percentage (narrow no-break space before the sign)."""
+    return f"{100 * value:.{digits}f}\u202f%"
+
+
+def factor(value: float) -> str:
+    """Write a ratio: 1.62×."""
+    return f"{value:.2f}×"
+
+
+def duration(seconds: float) -> str:
+    """Write a duration in the two units that matter: 18 min 20 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes in decimal units."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def quantity(value: float) -> str:
+    """Write a count as people say it: 14.2 million, 3,500."""
+    for unit, scale in (("billion", 1e9), ("million", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:,.0f}"
+
+
+def mode_name(temperature: float) -> str:
+    """Name a sampling temperature: Greedy, Temperature 1."""
+    return "Greedy" if temperature == 0 else f"Temperature {temperature:g}"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """Write a difference with its sign."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def interval(low: float, high: float, digits: int = 2) -> str:
+    """Write an interval: 2.11–2.35."""
+    return f"{low:.{digits}f}–{high:.{digits}f}"
