@@ -1,0 +1,119 @@
+import pytest
+import torch
+
+from dspark_train.calibration.online import OnlineTemperatures, OnlineThreshold
+from dspark_train.calibration.report import DecodingTrace, measure_reliability
+from dspark_train.calibration.temperature import fit_temperatures
+from dspark_train.errors import UserError
+
+CODE = {"temperatures": [2.0] * 5, "centre": 1.5}
+CHAT = {"temperatures": [0.8] * 5, "centre": 0.3}
+
+
+def feed(online, rounds):
+    online.update(rounds.confidence_logits, rounds.verify_length, rounds.accepted)
+
+
+def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
+    past = trace(8000, seed=0, **CODE)
+    frozen = fit_temperatures(past.confidence_logits, past.prefix_accepted, past.observed)
+    online = OnlineTemperatures(frozen.tolist(), window=1024)
+    traffic = [trace(200, seed=10 + step, **(CODE if step < 15 else CHAT)) for step in range(50)]
+    errors = {"code": [], "chat": []}
+    for step, rounds in enumerate(traffic):
+        if step < 15 or step >= 25:  # the ten steps after the change are the time to learn
+            # on a large sample of the same traffic, so that the error of a small one is not measured instead
+            fresh = trace(4000, seed=1000 + step, **(CODE if step < 15 else CHAT))
+            pair = (
+                measure_reliability(fresh, online.temperatures.tolist()),
+                measure_reliability(fresh, frozen.tolist()),
+            )
+            errors["code" if step < 15 else "chat"].append([side.mean_ece for side in pair])
+        feed(online, rounds)
+    online_code, frozen_code = torch.tensor(errors["code"]).mean(0)
+    online_chat, frozen_chat = torch.tensor(errors["chat"]).mean(0)
+    assert frozen_code < 0.03
+    assert online_code < frozen_code + 0.005
+    assert frozen_chat > 0.05
+    assert online_chat < 0.03
+
+
+def test_memory_is_bounded_and_holds_the_last_rounds(trace):
+    online = OnlineTemperatures([1.0] * 5, window=100, refit_every=10)
+    shapes = [value.shape for value in vars(online).values() if isinstance(value, torch.Tensor)]
+    rounds = trace(730, seed=1, **CODE)
+    for start in range(0, 730, 73):
+        part = slice(start, start + 73)
+        online.update(rounds.confidence_logits[part], rounds.verify_length[part], rounds.accepted[part])
+    assert [value.shape for value in vars(online).values() if isinstance(value, torch.Tensor)] == shapes
+    last = {tuple(row) for row in rounds.confidence_logits[-100:].tolist()}
+    assert {tuple(row) for row in online._logits.tolist()} == last
+
+
+def test_more_rounds_at_once_than_the_window_holds(trace):
+    rounds = trace(500, seed=2, **CODE)
+    whole, tail = OnlineTemperatures([1.0] * 5, window=100), OnlineTemperatures([1.0] * 5, window=100)
+    feed(whole, rounds)
+    tail.update(rounds.confidence_logits[-100:], rounds.verify_length[-100:], rounds.accepted[-100:])
+    torch.testing.assert_close(whole.temperatures, tail.temperatures)
+
+
+def test_unverified_slots_teach_nothing(trace):
+    """The first slot alone is verified: the other temperatures must stay."""
+    rounds = trace(2000, seed=3, **CODE)
+    one = torch.ones_like(rounds.verify_length)
+    online = OnlineTemperatures([1.0] * 5, window=2000)
+    online.update(rounds.confidence_logits, one, rounds.accepted.minimum(one))
+    assert online.temperatures[0] > 1.7
+    # expected is σ at the start, but running starts from a fitted first slot: later ones may only follow that
+    assert ((online.temperatures[1:] > 0.5) & (online.temperatures[1:] < 2)).all()
+
+
+def test_few_rounds_change_little(trace):
+    rounds = trace(20, seed=4, **CODE)
+    online = OnlineTemperatures([1.0] * 5, refit_every=1, prior_rounds=2000)
+    feed(online, rounds)
+    assert ((online.temperatures > 0.8) & (online.temperatures < 1.25)).all()
+
+
+def test_bad_settings():
+    with pytest.raises(UserError, match="window"):
+        OnlineTemperatures([1.0], window=0)
+    with pytest.raises(UserError, match="above 0"):
+        OnlineTemperatures([0.0])
+    with pytest.raises(UserError, match="wanted"):
+        OnlineThreshold(0.5, wanted=1.5)
+
+
+def verify(rounds: DecodingTrace, threshold: float):
+    kept = (rounds.confidence_logits.sigmoid() >= threshold).long().cumprod(1).sum(1)
+    return kept, rounds.accepted.minimum(kept)
+
+
+def test_threshold_keeps_the_wanted_share_through_a_drift(trace):
+    online = OnlineThreshold(0.6, wanted=0.9, rate=3e-3)
+    shares = {}
+    for phase, (kind, seed) in {"code": (CODE, 100), "chat": (CHAT, 200)}.items():
+        counts = torch.zeros(2)
+        for step in range(80):
+            verified, accepted = verify(trace(100, seed=seed + step, **kind), online.threshold)
+            online.update(verified, accepted)
+            if step >= 40:
+                counts += torch.tensor([float(accepted.sum()), float(verified.sum())])
+        shares[phase] = float(counts[0] / counts[1])
+    assert shares["code"] == pytest.approx(0.9, abs=0.015)
+    assert shares["chat"] == pytest.approx(0.9, abs=0.015)
+
+
+def test_threshold_guarantee_by_hand():
+    online = OnlineThreshold(0.5, wanted=0.8, rate=0.01)
+    online.update(torch.tensor([10]), torch.tensor([6]))  # two too few accepted
+    assert online.threshold == pytest.approx(0.52)
+    online.update(torch.tensor([10]), torch.tensor([10]))
+    assert online.threshold == pytest.approx(0.50)
+
+
+def test_threshold_that_verifies_nothing_comes_down():
+    online = OnlineThreshold(0.9, wanted=0.8, rate=0.01)
+    online.update(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+    assert online.threshold == pytest.approx(0.89)
