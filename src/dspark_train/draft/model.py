@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -179,16 +182,15 @@ class DSparkDraft(PreTrainedModel):
         return self.markov_head.markov_w2(latent)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """``lm_head(h)`` without the sequential bias and soft-cap: ``[.., d] -> [.., U]``."""
-        return nn.functional.linear(hidden.to(self.head_weight.dtype), self.head_weight)
-
-    def logits(self, hidden: Tensor, latent: Tensor | None) -> Tensor:
-        """Draft logits ``[.., U]`` from states ``[.., d]`` and latents ``[.., r]``, soft-capped as the target's."""
-        logits = self.base_logits(hidden)
-        if latent is not None:
-            logits = logits + self.bias(latent).to(logits.dtype)
+        """``lm_head(h)``, soft-capped as the target's, without the sequential bias: ``[.., d] -> [.., U]``."""
+        logits = nn.functional.linear(hidden.to(self.head_weight.dtype), self.head_weight)
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def logits(self, hidden: Tensor, latent: Tensor | None) -> Tensor:
+        """Draft logits ``[.., U]`` from states ``[.., d]`` and latents ``[.., r]``."""
+        logits = self.base_logits(hidden)
+        return logits if latent is None else logits + self.bias(latent).to(logits.dtype)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """Confidence logits ``[..]`` of slots with states ``[.., d]`` and previous tokens ``[..]``."""
@@ -224,6 +226,34 @@ class DSparkDraft(PreTrainedModel):
             module.original_inv_freq.copy_(fresh.original_inv_freq)
         if isinstance(module, SequentialHead):
             module.markov_w2.weight.zero_()
+
+    def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write this draft, copies of the target's matrices included, so that :meth:`load` gives it back.
+
+        The folder appears whole or not at all. With the full vocabulary it is a checkpoint in the native layout.
+
+        Args:
+            folder: to write; an earlier draft in it is replaced.
+            dtype: of the stored weights; None keeps each parameter's own.
+        """
+        folder = Path(folder)
+        state = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
+        state |= {"embed_tokens.weight": self.embedding_weight.detach().cpu()}
+        state |= {"lm_head.weight": self.head_weight.detach().cpu()}
+        kind = dtype or self.fc.weight.dtype
+        state = {
+            name: (tensor.to(kind) if tensor.is_floating_point() else tensor).contiguous()
+            for name, tensor in state.items()
+        }
+        config = copy.deepcopy(self.config)
+        config.dtype = kind
+        aside = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        config.save_pretrained(aside)
+        save_file(state, aside / "model.safetensors", metadata={"format": "pt"})
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.replace(folder)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,116 @@
+"""The command line: which commands there are, and how their errors look. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspark_train import __version__
+from dspark_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: where its function is, and one line of help."""
+
+    function: str
+    """``module:function``, imported when the command runs."""
+    summary: str
+    group: str
+
+
+COMMANDS = {
+    "prepare": Command("dspark_train.data.commands:prepare", "prompts or chats to a training set with exact masks", "Data"),
+    "plan": Command("dspark_train.training.plan:plan", "what a recipe will need, from configs alone", "Training"),
+    "fit": Command("dspark_train.fit:main", "train a draft; then calibrate, decode and report", "Training"),
+    "validate": Command("dspark_train.fit:main", "the training metrics on held-out conversations", "Training"),
+    "calibrate": Command("dspark_train.decoding.calibrate_command:calibrate", "fit the temperatures of a run", "A run"),
+    "decode": Command("dspark_train.decoding.commands:decode", "plain against speculative decoding", "A run"),
+    "export": Command("dspark_train.interchange.commands:export", "write the draft for vLLM or SGLang", "A run"),
+    "report": Command("dspark_train.evaluation.commands:report", "one HTML page about one or more runs", "A run"),
+    "evaluate": Command("dspark_train.evaluation.commands:evaluate", "accepted length and speedup by suite", "Studies"),
+    "ablate": Command("dspark_train.evaluation.commands:ablate", "train a small grid of recipes and compare", "Studies"),
+    "profile": Command("dspark_train.decoding.commands:profile", "time target steps against batch size", "Studies"),
+    "studies": Command("dspark_train.decoding.study_commands:studies", "threshold sweep, acceptance, reliability", "Studies"),
+    "simulate": Command("dspark_train.decoding.study_commands:simulate", "throughput under load, by policy", "Studies"),
+    "import": Command("dspark_train.interchange.commands:import_draft", "read a draft made elsewhere", "Exchange"),
+    "serve-check": Command("dspark_train.interchange.commands:serve_check", "measured against served acceptance", "Exchange"),
+}
+"""Every command, in the order of the help."""
+
+ALIASES: dict[str, str] = {}
+
+
+def resolve(command: Command) -> Callable[..., Any]:
+    """Import the function behind a command."""
+    module, name = command.function.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def usage() -> str:
+    """Text of ``--help``."""
+    lines = [
+        f"dspark-train {__version__}: train DSpark drafts for lossless speculative decoding",
+        "",
+        "usage: python -m dspark_train COMMAND [OPTIONS]      (COMMAND --help lists its options)",
+    ]
+    groups = dict.fromkeys(command.group for command in COMMANDS.values())
+    for group in groups:
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items() if command.group == group]
+    lines += ["", "Start with:  python -m dspark_train fit --config configs/quickstart.yaml"]
+    return "\n".join(lines)
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """A hint that names the closest of ``words``, or an empty string."""
+    import difflib
+
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run one command line."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if arguments[0] in ("--version", "version"):
+        print(f"dspark-train {__version__}")
+        return
+    name, rest = arguments[0], list(arguments[1:])
+    if name not in COMMANDS:
+        raise UserError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}; --help lists the commands")
+    quiet_libraries()
+    if name in ("fit", "validate"):
+        resolve(COMMANDS[name])([name, *rest])
+        return
+    import jsonargparse
+
+    function = resolve(COMMANDS[name])
+    jsonargparse.auto_cli(function, args=rest, prog=f"dspark-train {name}", as_positional=True)
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' notices off the terminal unless the user asks for them."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+
+
+def main() -> None:
+    """Entry point: one clear line and status 2 for what the user can fix."""
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -1,0 +1,129 @@
+"""``fit`` and ``validate``: the LightningCLI, and what follows training."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+
+from dspark_train.data.module import DSparkDataModule
+from dspark_train.draft.recipe import DraftRecipe
+from dspark_train.target.config import TargetConfig
+from dspark_train.target.frozen import has_fast_bfloat16
+from dspark_train.training.module import DSparkModule
+from dspark_train.training.optimizer import OptimizerConfig
+from dspark_train.training.run import RunConfig, Stage, environment, open_run, update_run
+from dspark_train.training.terms import ObjectiveConfig
+
+STARTED = time.monotonic()
+"""When this process began, for the run's wall time."""
+
+SECTIONS = {
+    "target": TargetConfig,
+    "draft": DraftRecipe,
+    "objective": ObjectiveConfig,
+    "optimizer": OptimizerConfig,
+}
+
+
+class DSparkCLI(LightningCLI):
+    """Target, draft, objective, optimiser, data, trainer and run, all from YAML; flags win over files."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Declare the sections, and which values flow from one to another."""
+        for name, section in SECTIONS.items():
+            parser.add_class_arguments(section, name)
+            parser.link_arguments(name, f"model.{name}", apply_on="instantiate")
+        parser.add_class_arguments(RunConfig, "run")
+        parser.link_arguments("draft.block_size", "data.block_size")
+        parser.link_arguments("objective.decay", "data.decay")
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.link_arguments("run.folder", "trainer.default_root_dir")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Only what this project has a meaning for."""
+        return {name: skip for name, skip in LightningCLI.subcommands().items() if name in ("fit", "validate")}
+
+    def before_instantiate_classes(self) -> None:
+        """Open the run's folder before anything heavy is loaded."""
+        config = self.config[self.subcommand]
+        if config.trainer.precision is None:
+            config.trainer.precision = automatic_precision(config.trainer.accelerator)
+        if self.subcommand == "fit":
+            text = self.parser_of("fit").dump(config, skip_none=False)
+            self.resume_from = open_run(config.run, yaml.safe_load(text))
+
+    def parser_of(self, subcommand: str) -> LightningArgumentParser:
+        """Parser of one subcommand."""
+        return self._subcommand_parsers[subcommand]
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Add what every run has: the CSV of its metrics, and checkpoints that can be resumed."""
+        trainer = super().instantiate_trainer(**kwargs)
+        folder = Path(trainer.default_root_dir)
+        trainer.loggers = [CSVLogger(folder, name="", version=""), *trainer.loggers]
+        return trainer
+
+    def before_fit(self) -> None:
+        """The accumulation follows from the global batch and the number of ranks."""
+        self.trainer.accumulate_grad_batches = self.datamodule.accumulation(self.trainer.world_size)
+
+    def after_fit(self) -> None:
+        """Export the draft, then run the stages that the config names."""
+        finish(self.trainer, self.model, self.config["fit"])
+
+
+def automatic_precision(accelerator: str) -> str:
+    """``bf16-mixed`` where the hardware computes in bfloat16, else ``32-true``."""
+    on_gpu = torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda")
+    return "bf16-mixed" if has_fast_bfloat16(torch.device("cuda" if on_gpu else "cpu")) else "32-true"
+
+
+def finish(trainer: Trainer, module: LightningModule, config: Namespace) -> None:
+    """Export what was trained, and run the stages after training on rank zero."""
+    folder = Path(trainer.default_root_dir)
+    draft, target = module.draft, module.target
+    draft.save(folder / "draft", dtype=target.dtype)
+    update_run(folder, wall_seconds={"fit": round(time.monotonic() - STARTED, 1)}, **environment())
+    run_stages(folder, config.run.after)
+    update_run(folder, finished=True)
+
+
+def run_stages(folder: Path, stages: list[Stage]) -> None:
+    """Run the stages after training, in order, each timed into ``run.json``."""
+    from dspark_train.cli import COMMANDS, resolve
+
+    for stage in stages:
+        begun = time.monotonic()
+        resolve(COMMANDS[stage])(folder)
+        update_run(folder, wall_seconds={stage: round(time.monotonic() - begun, 1)})
+
+
+def main(arguments: ArgsType) -> None:
+    """Run ``fit`` or ``validate``.
+
+    Args:
+        arguments: command line, subcommand first.
+    """
+    DSparkCLI(
+        DSparkModule,
+        DSparkDataModule,
+        save_config_callback=None,
+        seed_everything_default=0,
+        trainer_defaults={
+            "use_distributed_sampler": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "logger": False,
+        },
+        auto_configure_optimizers=False,
+        args=arguments,
+    )

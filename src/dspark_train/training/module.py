@@ -1,0 +1,276 @@
+"""The LightningModule: states → draft → objective → log (shape legend: :mod:`dspark_train.structures`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from dspark_train.draft.config import DSparkConfig
+from dspark_train.draft.initialise import initialise
+from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.recipe import DraftRecipe, build_config, choose_mask_token
+from dspark_train.errors import UserError
+from dspark_train.structures import Blocks, TargetStates, TensorStruct, TrainingBatch
+from dspark_train.target.config import TargetConfig
+from dspark_train.target.frozen import FrozenTarget
+from dspark_train.training.objective import fused_objective
+from dspark_train.training.optimizer import OptimizerConfig, build_optimizer
+from dspark_train.training.terms import (
+    ObjectiveConfig,
+    ObjectiveMetrics,
+    ObjectiveTerms,
+    SupervisedRows,
+    collect_terms,
+    confidence_rows,
+)
+
+
+@dataclass(frozen=True)
+class PreparedBatch(TensorStruct):
+    """A batch and everything that follows from its integers, ready for the device."""
+
+    batch: TrainingBatch
+    rows: SupervisedRows
+
+
+class DSparkModule(LightningModule):
+    """Trains a draft beside a frozen target."""
+
+    def __init__(
+        self,
+        target: TargetConfig,
+        draft: DraftRecipe,
+        objective: ObjectiveConfig,
+        optimizer: OptimizerConfig,
+        init_from: str | None = None,
+    ) -> None:
+        """Keep the recipe; nothing is loaded before a stage begins.
+
+        Args:
+            target: the frozen target model.
+            draft: shape of the draft.
+            objective: coefficients of the loss.
+            optimizer: optimiser and schedule.
+            init_from: a draft checkpoint, of any format that ``import`` reads, whose weights to start from.
+        """
+        super().__init__()
+        self.target_config, self.recipe = target, draft
+        self.objective, self.optimizer_config, self.init_from = objective, optimizer, init_from
+        self.draft: DSparkDraft | None = None  # type: ignore[assignment]
+        self.strict_loading = True
+        # outside the module tree on purpose: neither parameters, nor checkpoints, nor shards
+        self.outside: dict[str, Any] = {}
+
+    # -- what is loaded, and when ---------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> FrozenTarget:
+        """The frozen target, loaded at its first use."""
+        if "target" not in self.outside:
+            device = self._trainer.strategy.root_device if self._trainer is not None else None
+            self.outside["target"] = FrozenTarget.load(self.target_config, device)
+        return self.outside["target"]
+
+    @target.setter
+    def target(self, target: FrozenTarget) -> None:
+        self.outside["target"] = target
+
+    @property
+    def draft_config(self) -> DSparkConfig:
+        """Configuration of the draft, without the size of a reduced vocabulary that the data decides."""
+        target = self.target
+        mask = self.recipe.mask_token_id
+        return build_config(
+            self.recipe,
+            target.config,
+            target.layer_ids,
+            vocab_size=target.vocab_size,
+            embedding_scale=target.embedding_scale,
+            num_anchors=getattr(getattr(self._trainer, "datamodule", None), "num_anchors", 512),
+            mask_token_id=choose_mask_token(target.tokenizer, target.vocab_size) if mask is None else mask,
+        )
+
+    def setup(self, stage: str) -> None:
+        """Load the target, and tell the data which token fills the slots after an anchor."""
+        data = getattr(self.trainer, "datamodule", None)
+        if data is not None:
+            data.mask_token_id = self.draft_config.mask_token_id
+
+    def configure_model(self) -> None:
+        """Make the draft (inside the strategy's own context, so that ZeRO-3 can shard it as it is made)."""
+        if self.draft is not None:
+            return
+        config, token_ids = self.draft_config, self._draft_vocabulary()
+        if token_ids is not None:
+            config.draft_vocab_size = token_ids.numel()
+            config.check()
+        self.draft = DSparkDraft(config, target=self.target, draft_token_ids=token_ids)
+        initialise(self.draft, self.recipe, self.target)
+        if self.init_from:
+            from dspark_train.training.warm_start import apply_warm_start
+
+            apply_warm_start(self.draft, self.init_from)
+
+    def _draft_vocabulary(self) -> Tensor | None:
+        if self.recipe.vocab_size is None and self.recipe.vocab_coverage is None:
+            return None
+        data = getattr(self._trainer, "datamodule", None)
+        if data is None:
+            raise UserError("draft.vocab_size and draft.vocab_coverage need the training data: run under a trainer")
+        counts = answer_token_counts(data.store(data.train_split), self.target.vocab_size)
+        return choose_vocabulary(counts, self.recipe.vocab_size, self.recipe.vocab_coverage)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW or Muon, with a schedule per step."""
+        total = int(self.trainer.estimated_stepping_batches)
+        optimizer, scheduler = build_optimizer(self.optimizer_config, self.draft, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def on_before_batch_transfer(self, batch: TrainingBatch, dataloader_idx: int) -> PreparedBatch:
+        """Index the supervised slots on the CPU, so that the step never waits for a size."""
+        if batch.blocks.anchor.numel() == 0:
+            batch = TrainingBatch(batch.tokens, _placeholder(batch), batch.global_weight)
+        return PreparedBatch(batch, SupervisedRows.of(batch.blocks, batch.tokens.input_ids.shape[1]))
+
+    def states(self, prepared: PreparedBatch) -> TargetStates:
+        """What the target says about a batch: computed here, or read from the feature cache."""
+        cache = self.outside.get("feature_cache")
+        if cache is not None:
+            return cache.states(prepared.batch.tokens, self.device)
+        return self.target.states(prepared.batch.tokens.input_ids)
+
+    def compute(self, prepared: PreparedBatch) -> tuple[Tensor, ObjectiveTerms]:
+        """Loss of a batch over its global denominator (differentiable), and its detached sums."""
+        batch, rows, config = prepared.batch, prepared.rows, self.objective
+        states = self.states(prepared)
+        output = self.draft(states.features, batch.blocks)
+        slots = output.hidden.shape[1]
+        weights = self.slot_weights(slots)[rows.slot % slots] / max(batch.global_weight, 1e-12)
+        sums = fused_objective(
+            output.hidden.flatten(0, 1)[rows.slot],
+            None if output.latent is None else output.latent.flatten(0, 1)[rows.slot],
+            None if self.draft.markov_head is None else self.draft.markov_head.markov_w2.weight,
+            self.draft.head_weight,
+            self.target.head_weight,
+            states.last_hidden.flatten(0, 1)[rows.position],
+            rows.target_row,
+            batch.blocks.labels.flatten()[rows.slot],
+            weights,
+            ce_coef=config.ce,
+            tv_coef=config.tv,
+            softcap=self.target.logit_softcap,
+            draft_token_ids=self.draft.draft_token_ids,
+            memory_budget_bytes=config.memory_budget_mib * 2**20,
+        )
+        confidence = confidence_rows(output, rows, sums.accept)
+        loss = sums.loss + config.confidence * (weights * confidence).sum()
+        return loss, collect_terms(output, rows, sums.ce, sums.l1, confidence, config.decay)
+
+    def training_step(self, prepared: PreparedBatch, batch_idx: int) -> Tensor:
+        """One micro-batch. Strategies average over ranks and accumulation; the true gradient is the sum."""
+        loss, terms = self.compute(prepared)
+        self.metrics("train").update(terms)
+        return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+
+    def validation_step(self, prepared: PreparedBatch, batch_idx: int) -> None:
+        """The same terms on held-out conversations, with fixed anchors."""
+        _, terms = self.compute(prepared)
+        self.metrics("val").update(terms)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Divide and log the sums of the steps since the last logging step."""
+        step, every = self.trainer.global_step, self.trainer.log_every_n_steps
+        if step % every == 0 and step != self.outside.get("logged_step", 0):
+            self.outside["logged_step"] = step
+            self._log("train")
+
+    def on_validation_epoch_end(self) -> None:
+        """Divide and log the sums of the whole validation."""
+        self._log("val")
+
+    def _log(self, stage: str) -> None:
+        metrics = self.metrics(stage)
+        values = {f"{stage}/{name}": value for name, value in metrics.compute().items()}
+        metrics.reset()
+        shown = {f"{stage}/loss", f"{stage}/tau"}
+        for name, value in values.items():
+            self.log(name, value, prog_bar=name in shown, rank_zero_only=False, sync_dist=False)
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def metrics(self, stage: str) -> ObjectiveMetrics:
+        """Running sums of ``train`` or ``val``, on this module's device."""
+        key = f"metrics/{stage}"
+        if key not in self.outside:
+            metrics = ObjectiveMetrics(self.recipe.block_size, self.objective)
+            metrics.has_confidence = self.recipe.confidence_head
+            self.outside[key] = metrics
+        metrics = self.outside[key]
+        return metrics if metrics.device == self.device else metrics.to(self.device)
+
+    def slot_weights(self, slots: int) -> Tensor:
+        """``[γ]`` weights on this module's device."""
+        from dspark_train.data.blocks import slot_weights
+
+        if "slot_weights" not in self.outside:
+            self.outside["slot_weights"] = slot_weights(slots, self.objective.decay).to(self.device)
+        return self.outside["slot_weights"]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Carry the running sums, so that a resumed run logs what an uninterrupted one logs."""
+        checkpoint["running_sums"] = {
+            key: value.state_dict() for key, value in self.outside.items() if key.startswith("metrics/")
+        }
+        checkpoint["logged_step"] = self.outside.get("logged_step", 0)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the running sums."""
+        for key, state in checkpoint.get("running_sums", {}).items():
+            self.metrics(key.removeprefix("metrics/")).load_state_dict(state)
+        self.outside["logged_step"] = checkpoint.get("logged_step", 0)
+
+
+def answer_token_counts(store: Any, vocab_size: int) -> Tensor:
+    """How often the training answers hold each token: ``[V]`` int64.
+
+    Args:
+        store: training examples.
+        vocab_size: V.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for index in range(len(store)):
+        example = store[index]
+        ids = torch.from_numpy(example.input_ids[example.loss_mask].astype("int64"))
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def choose_vocabulary(counts: Tensor, size: int | None, coverage: float | None) -> Tensor:
+    """Most frequent tokens of the training answers, ascending.
+
+    Args:
+        counts: ``[V]`` occurrences of each token in the training answers.
+        size: tokens to keep, or None.
+        coverage: share of all occurrences to cover, where ``size`` is None.
+
+    Returns:
+        ``[U]`` int64 target ids; ties go to the smaller id.
+    """
+    ranked = torch.argsort(counts, descending=True, stable=True)
+    if size is None:
+        share = counts[ranked].double().cumsum(0) / counts.sum().clamp(min=1)
+        size = int(torch.searchsorted(share, torch.tensor(float(coverage or 1.0) - 1e-12)).item()) + 1
+    return ranked[: min(size, counts.numel())].sort().values
+
+
+def _placeholder(batch: TrainingBatch) -> Blocks:
+    """One block without a supervised slot: a batch with no anchor still takes part in every collective."""
+    size = batch.blocks.slot_ids.shape[1]
+    one, wide = torch.zeros(1, dtype=torch.int64), torch.zeros(1, size, dtype=torch.int64)
+    return Blocks(one, one, wide, wide, wide, torch.zeros(1, size, dtype=torch.bool))
