@@ -34,7 +34,9 @@ def make_target() -> Callable[..., FrozenTarget]:
     def make(family: str = "qwen3", **overrides: Any) -> FrozenTarget:
         import transformers
 
-        config_class = getattr(transformers, f"{ {'qwen3': 'Qwen3', 'llama': 'Llama', 'gemma2': 'Gemma2'}[family] }Config")
+        config_class = getattr(
+            transformers, f"{ {'qwen3': 'Qwen3', 'llama': 'Llama', 'gemma2': 'Gemma2'}[family] }Config"
+        )
         model_class = getattr(transformers, config_class.__name__.removesuffix("Config") + "ForCausalLM")
         torch.manual_seed(3)
         config = config_class(**{**SIZES, "tie_word_embeddings": False, **overrides})
@@ -58,7 +60,9 @@ def target_weights(target: FrozenTarget) -> TargetWeights:
 
 @pytest.fixture(scope="session")
 def make_draft(target: FrozenTarget) -> Callable[..., DSparkDraft]:
-    def make(head: str = "vanilla", reduced: int | None = None, of: FrozenTarget = target, **fields: Any) -> DSparkDraft:
+    def make(
+        head: str = "vanilla", reduced: int | None = None, of: FrozenTarget = target, **fields: Any
+    ) -> DSparkDraft:
         rank = 0 if head == "none" else 8
         config = DSparkConfig(
             **{**SIZES, "num_hidden_layers": 2},
@@ -76,7 +80,11 @@ def make_draft(target: FrozenTarget) -> Callable[..., DSparkDraft]:
             },
         )
         generator = torch.Generator().manual_seed(7)
-        ids = None if reduced is None else torch.randperm(VOCABULARY, generator=generator)[:reduced].sort().values
+        ids = (
+            None
+            if reduced is None
+            else torch.randperm(VOCABULARY, generator=generator)[:reduced].sort().values
+        )
         draft = DSparkDraft(config, target=of, draft_token_ids=ids)
         for parameter in draft.parameters():
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)

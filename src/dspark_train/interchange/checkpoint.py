@@ -1,7 +1,7 @@
 """Checkpoint folders as data: headers checked before anything is allocated, tensors read and written plainly.
 
-A folder holds ``config.json`` and either ``model.safetensors`` or shards named by ``model.safetensors.index.json``.
-Nothing is unpickled and no code that a folder brings along is run.
+A folder holds ``config.json`` and either ``model.safetensors`` or shards named by
+``model.safetensors.index.json``. Nothing is unpickled and no code that a folder brings along is run.
 """
 
 from __future__ import annotations
@@ -69,11 +69,14 @@ class DraftCheckpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``; a :class:`UserError` where it is missing, too large or not an object."""
+    """Return the JSON object in ``path``; a :class:`UserError` where it is missing, too large or not an
+    object."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; a draft is a folder with config.json and safetensors weights")
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise UserError(f"{path}: {path.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}")
+        raise UserError(
+            f"{path}: {path.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -93,16 +96,21 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise UserError(f"{index}: shard {name!r}; expected the name of a .safetensors file in this folder")
+                raise UserError(
+                    f"{index}: shard {name!r}; expected the name of a .safetensors file in this folder"
+                )
         return [folder / name for name in names]
     if single.is_file():
         return [single]
     pickled = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"})
     if pickled:
         raise UserError(
-            f"{folder}: weights only as {pickled[0]}, which can run code when opened; convert them to safetensors first"
+            f"{folder}: weights only as {pickled[0]}, which can run code when opened; convert them to "
+            "safetensors first"
         )
-    raise UserError(f"{folder}: no model.safetensors; a draft is a folder with config.json and safetensors weights")
+    raise UserError(
+        f"{folder}: no model.safetensors; a draft is a folder with config.json and safetensors weights"
+    )
 
 
 def read_header(path: Path) -> dict[str, TensorSpec]:
@@ -133,7 +141,9 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
         specs[name], end = _parse_entry(path, name, entry, data_bytes=size - 8 - length)
         ends.append(end)
     if max(ends) != size - 8 - length:
-        raise UserError(f"{path}: tensors end at byte {max(ends)}, data has {size - 8 - length}; truncated or padded")
+        raise UserError(
+            f"{path}: tensors end at byte {max(ends)}, data has {size - 8 - length}; truncated or padded"
+        )
     return specs
 
 
@@ -151,7 +161,9 @@ def _parse_entry(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[Te
     dtype = DTYPES[dtype_name]
     expected = math.prod(shape) * dtype.itemsize
     if end - begin != expected or end > data_bytes:
-        raise UserError(f"{path}: {name} of shape {shape} needs {expected} bytes, its range is {begin}..{end}")
+        raise UserError(
+            f"{path}: {name} of shape {shape} needs {expected} bytes, its range is {begin}..{end}"
+        )
     return TensorSpec(tuple(shape), dtype, path), end
 
 
@@ -161,7 +173,9 @@ def read_specs(folder: Path) -> dict[str, TensorSpec]:
     for path in weight_files(folder):
         for name, spec in read_header(path).items():
             if name in specs:
-                raise UserError(f"{folder}: {name} is in {specs[name].file.name} and in {path.name}; keep one")
+                raise UserError(
+                    f"{folder}: {name} is in {specs[name].file.name} and in {path.name}; keep one"
+                )
             specs[name] = spec
     return specs
 
@@ -178,12 +192,16 @@ def read_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write ``config.json`` and the weights; return the weight files.
 
-    One file where everything fits into ``max_shard_bytes``, else shards and an index in the hub's naming. Weight
-    files that an earlier export left in the folder are removed first, so that no stale shard stays behind.
+    One file where everything fits into ``max_shard_bytes``, else shards and an index in the hub's naming.
+    Weight files that an earlier export left in the folder are removed first, so that no stale shard stays
+    behind.
     """
     from safetensors.torch import save_file
 
@@ -195,7 +213,7 @@ def write_checkpoint(
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
             shards.append({})
         shards[-1][name] = tensor.detach().cpu().contiguous()
-    count, files, weight_map = len(shards), [], {}
+    count, files, weight_map = len(shards), list[Path](), dict[str, str]()
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         save_file(shard, str(folder / name), metadata={"format": "pt"})

@@ -30,7 +30,9 @@ def detect(folder: Path) -> Layout:
         UserError: no folder, or none of the known layouts.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; a draft is a folder with config.json and safetensors weights")
+        raise UserError(
+            f"{folder}: no such folder; a draft is a folder with config.json and safetensors weights"
+        )
     config = read_json(folder / "config.json")
     names = config.get("architectures") or []
     if "speculators_model_type" in config:
@@ -43,7 +45,8 @@ def detect(folder: Path) -> Layout:
     if ARCHITECTURE in names or "markov_rank" in config:
         return "native"
     raise UserError(
-        f"{folder}: architectures {names or 'missing'}; expected a DSpark draft (native, speculators or SpecForge) "
+        f"{folder}: architectures {names or 'missing'}; expected a DSpark draft (native, speculators or "
+        "SpecForge) "
         "or a DFlash draft"
     )
 

@@ -1,8 +1,9 @@
 """The DFlash layout: the backbone alone, its fields nested in ``dflash_config``.
 
-Published DFlash drafts are anchor-conditioned: ``block_size`` counts the anchor and its masks, and only the masks
-predict, each its own position. A parallel draft trained here predicts from the anchor on instead; its export says
-so (``sample_from_anchor``), because the two layouts share every tensor and a mix-up costs nearly all acceptance.
+Published DFlash drafts are anchor-conditioned: ``block_size`` counts the anchor and its masks, and only the
+masks predict, each its own position. A parallel draft trained here predicts from the anchor on instead; its
+export says so (``sample_from_anchor``), because the two layouts share every tensor and a mix-up costs nearly
+all acceptance.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def nested_fields(raw: Mapping[str, Any], path: Path, notes: list[str]) -> dict[
         if not isinstance(value, int):
             raise UserError(f"{path}: {name} {value!r}; expected an integer")
     if nested.get("causal") or nested.get("use_swa"):
-        raise UserError(f"{path}: dflash_config asks for causal or sliding attention; blocks here see both ways")
+        raise UserError(
+            f"{path}: dflash_config asks for causal or sliding attention; blocks here see both ways"
+        )
     return {
         "block_size": block,
         "target_layer_ids": taps,
@@ -60,7 +63,9 @@ def read_dflash(folder: Path) -> DraftCheckpoint:
     }
     if not from_anchor:
         config["block_size"] -= 1
-        notes.append(f"block_size {config['block_size'] + 1} counts the anchor: {config['block_size']} draft tokens")
+        notes.append(
+            f"block_size {config['block_size'] + 1} counts the anchor: {config['block_size']} draft tokens"
+        )
     notes.append("DFlash has no sequential and no confidence head")
     return read_weights(folder, config, notes)
 
@@ -74,7 +79,8 @@ def to_dflash(checkpoint: DraftCheckpoint) -> tuple[dict[str, Any], dict[str, Te
     config = checkpoint.config
     if config["markov_rank"]:
         raise UserError(
-            f"format dflash holds no sequential head, and this draft has one ({config['markov_head_type']}, rank "
+            f"format dflash holds no sequential head, and this draft has one ({config['markov_head_type']}, "
+            "rank "
             f"{config['markov_rank']}); use native or speculators"
         )
     if checkpoint.draft_token_ids is not None:

@@ -36,8 +36,9 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
             config["mask_token_id"] >= config["vocab_size"]
         ),
         f"rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}": kind not in ROPE_TYPES,
-        f"it applies no logit soft-cap to draft logits (this target caps at {config['final_logit_softcapping']}): "
-        "greedy drafts are the same, sampled ones follow another distribution": bool(
+        "it applies no soft-cap to draft logits, and this target caps at "
+        f"{config['final_logit_softcapping']}: "
+        "drafts, and so acceptance, differ from what is measured here": bool(
             config["final_logit_softcapping"]
         ),
     }
@@ -56,7 +57,8 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
             f"{config['embedding_scale']:g}": config["embedding_scale"] != 1.0,
             "it has no reduced draft vocabulary": config.get("draft_vocab_size") is not None,
             f"it rotates whole heads; partial_rotary_factor is {partial}": partial not in (None, 1.0),
-            f"its feed-forward layers know silu only, not {config['hidden_act']}": config["hidden_act"] != "silu",
+            f"its feed-forward layers know silu only, not {config['hidden_act']}": config["hidden_act"]
+            != "silu",
         }
     return [f"{VERSIONS[engine]}: {text}" for text, wrong in rules.items() if wrong]
 
@@ -64,7 +66,8 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
 def serving_commands(
     layout: str, engines: Mapping[Engine, list[str]], target: str, folder: str, block_size: int
 ) -> list[str]:
-    """Return the command that serves a written draft in each engine that can, with the versions that read it right.
+    """Return the command that serves a written draft in each engine that can, with the versions that read it
+    right.
 
     Args:
         layout: native, sglang, speculators or dflash.

@@ -85,7 +85,8 @@ class ExportResult:
 
 
 def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype) -> DraftCheckpoint:
-    """Return the draft in memory as a checkpoint of one element type, copies of the target's weights included.
+    """Return the draft in memory as a checkpoint of one element type, copies of the target's weights
+    included.
 
     Raises:
         UserError: a weight is missing or not finite (training diverged).
@@ -140,7 +141,8 @@ def prepare(
         (reasons,) = found.values()
         if reasons:
             raise UserError(
-                f"format {layout}: {'; '.join(reasons)}. Nothing was written; format native is read back by this "
+                f"format {layout}: {'; '.join(reasons)}. Nothing was written; format native is read back by "
+                "this "
                 "project whatever the engines say"
             )
     return checkpoint, found
@@ -182,12 +184,15 @@ def export_draft(
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     write_checkpoint(aside, config, tensors, max_shard_bytes)
-    read_back = verify_folder(aside, draft, target.embedding.cpu(), target.head.cpu(), dtype, temperature or 1.0)
+    read_back = verify_folder(
+        aside, draft, target.embedding.cpu(), target.head.cpu(), dtype, temperature or 1.0
+    )
     replace_folder(aside, folder)
     warnings = [reason for reasons in found.values() for reason in reasons]
     if layout == "dflash":
         warnings.append(
-            "vLLM 0.27 to 0.33 refuses sample_from_anchor in DFlash drafts, and z-lab's and SGLang's DFlash loaders "
+            "vLLM 0.27 to 0.33 refuses sample_from_anchor in DFlash drafts, and z-lab's and SGLang's DFlash "
+            "loaders "
             "ignore it and would accept almost nothing: to serve this draft, export it as native"
         )
     commands = serving_commands(layout, found, target.name, str(folder), checkpoint.config["block_size"])

@@ -1,4 +1,5 @@
-"""Exact rewrites of a draft for engines that lack one of its parts (shape legend: :mod:`dspark_train.structures`).
+"""Exact rewrites of a draft for engines that lack one of its parts (shape legend:
+:mod:`dspark_train.structures`).
 
 * a reduced vocabulary, folded into a full one through one more dimension of the sequential head's latent;
 * a parallel draft, given a sequential head that adds nothing;
@@ -46,7 +47,9 @@ def widen_rank(checkpoint: DraftCheckpoint, extra: int) -> dict[str, Tensor]:
         columns = torch.cat([pad(state, (0, extra)), pad(embedded, (0, extra)), hidden], dim=1)
         rows = [pad(chunk, (0, 0, 0, extra)) for chunk in columns.split(rank, dim=0)]
         tensors["markov_head.joint_proj.weight"] = torch.cat(rows, dim=0)
-        tensors["markov_head.joint_proj.bias"] = torch.cat([pad(chunk, (0, extra)) for chunk in bias.split(rank)])
+        tensors["markov_head.joint_proj.bias"] = torch.cat(
+            [pad(chunk, (0, extra)) for chunk in bias.split(rank)]
+        )
     if config["enable_confidence_head"] and config["confidence_head_with_markov"]:
         tensors["confidence_head.proj.weight"] = pad(tensors["confidence_head.proj.weight"], (0, extra))
     return tensors
@@ -99,7 +102,8 @@ def fold_vocabulary(checkpoint: DraftCheckpoint, full_head: Tensor) -> DraftChec
 def add_empty_head(checkpoint: DraftCheckpoint, rank: int = RANK_MULTIPLE) -> DraftCheckpoint:
     """Return a parallel draft with a vanilla sequential head of zeros, which adds nothing to any logit.
 
-    Engines that insist on a sequential head serve the draft through it, with the acceptance that it has without.
+    Engines that insist on a sequential head serve the draft through it, with the acceptance that it has
+    without.
     """
     if checkpoint.config["markov_rank"]:
         return checkpoint

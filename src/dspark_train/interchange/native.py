@@ -1,7 +1,7 @@
 """The native layout: flat Qwen3 ``config.json`` with the DSpark fields on top, tensors without a prefix.
 
-It is what vLLM and SGLang read, and what :class:`dspark_train.draft.model.DSparkDraft` saves and loads. Every other
-layout of this package is translated to and from it. Shape legend: :mod:`dspark_train.structures`.
+It is what vLLM and SGLang read, and what :class:`dspark_train.draft.model.DSparkDraft` saves and loads.
+Every other layout of this package is translated to and from it. Shape legend: :mod:`dspark_train.structures`.
 """
 
 from __future__ import annotations
@@ -81,17 +81,23 @@ def layer_fields(raw: Mapping[str, Any], where: str, notes: list[str]) -> dict[s
     """
     missing = [name for name in REQUIRED_FIELDS if not _is_size(raw.get(name))]
     if missing:
-        raise UserError(f"{where}: {', '.join(missing)} missing or no positive integer; not a draft's configuration")
+        raise UserError(
+            f"{where}: {', '.join(missing)} missing or no positive integer; not a draft's configuration"
+        )
     fields = {name: raw[name] for name in REQUIRED_FIELDS}
     fields["head_dim"] = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     for name, default in LAYER_FIELDS.items():
         fields[name] = raw.get(name, default)
     filled = sorted(set(LAYER_FIELDS) - set(raw) - {"attention_dropout", "initializer_range"})
     if filled:
-        notes.append(f"filled in {', '.join(f'{name} {LAYER_FIELDS[name]}' for name in filled)} (Qwen3's defaults)")
+        notes.append(
+            f"filled in {', '.join(f'{name} {LAYER_FIELDS[name]}' for name in filled)} (Qwen3's defaults)"
+        )
     types = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
     if set(types) != {"full_attention"} or raw.get("use_sliding_window"):
-        raise UserError(f"{where}: layer_types {sorted(set(types))}; only full_attention drafts are supported")
+        raise UserError(
+            f"{where}: layer_types {sorted(set(types))}; only full_attention drafts are supported"
+        )
     fields["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
     fields["rope_parameters"] = rope_parameters(raw)
     return fields
@@ -102,7 +108,8 @@ def _is_size(value: Any) -> bool:
 
 
 def rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return rope settings as one dictionary with ``rope_type`` and ``rope_theta``; None where ``raw`` has none.
+    """Return rope settings as one dictionary with ``rope_type`` and ``rope_theta``; None where ``raw`` has
+    none.
 
     Newer configurations keep them in ``rope_parameters``, older ones in ``rope_theta`` and ``rope_scaling``.
     """
@@ -150,7 +157,10 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm.weight": (d,),
     }
     if config["attention_bias"]:
-        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkvo", (queries, keys, keys, d))}
+        layer |= {
+            f"self_attn.{name}_proj.bias": (size,)
+            for name, size in zip("qkvo", (queries, keys, keys, d), strict=True)
+        }
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     if rank:
@@ -176,7 +186,9 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
         UserError: names every offending field and its value.
     """
     rank, taps, vocabulary = config["markov_rank"], config["target_layer_ids"], config["vocab_size"]
-    tap_list = isinstance(taps, list) and all(isinstance(tap, int) and not isinstance(tap, bool) for tap in taps)
+    tap_list = isinstance(taps, list) and all(
+        isinstance(tap, int) and not isinstance(tap, bool) for tap in taps
+    )
     rules = {
         f"num_hidden_layers {config['num_hidden_layers']} is above {MAX_LAYERS}": (
             config["num_hidden_layers"] > MAX_LAYERS
@@ -185,7 +197,8 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
         f"block_size {config['block_size']!r} is not in 1..{MAX_LAYERS}": (
             not _is_size(config["block_size"]) or config["block_size"] > MAX_LAYERS
         ),
-        f"markov_rank {rank!r} is no integer ≥ 0": not _is_size(rank) and (rank != 0 or isinstance(rank, bool)),
+        f"markov_rank {rank!r} is no integer ≥ 0": not _is_size(rank)
+        and (rank != 0 or isinstance(rank, bool)),
         f"target_layer_ids {taps!r} is no strictly increasing list of integers ≥ -1": (
             not tap_list or not taps or len(taps) > MAX_LAYERS or taps != sorted(set(taps)) or taps[0] < -1
         ),
@@ -195,7 +208,7 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
         f"confidence_head_with_markov needs markov_rank > 0, not {rank!r}": bool(
             config["enable_confidence_head"] and config["confidence_head_with_markov"] and not rank
         ),
-        f"{config['num_attention_heads']} attention heads are no multiple of {config['num_key_value_heads']}": (
+        f"num_attention_heads {config['num_attention_heads']} is no multiple of num_key_value_heads": (
             config["num_attention_heads"] % config["num_key_value_heads"] != 0
         ),
     }
@@ -204,11 +217,14 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
         raise UserError(f"{folder / 'config.json'}: {'; '.join(problems)}")
 
 
-def check_specs(folder: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+def check_specs(
+    folder: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+) -> dict[str, TensorSpec]:
     """Compare headers with a canonical configuration; return the specs to read.
 
     Raises:
-        UserError: missing, unexpected or misshapen tensors, integer weights, or weights of mixed element types.
+        UserError: missing, unexpected or misshapen tensors, integer weights, or weights of mixed element
+            types.
     """
     expected = expected_shapes(config)
     kept = {name: spec for name, spec in specs.items() if not name.endswith(SKIPPED_SUFFIXES)}
@@ -217,7 +233,9 @@ def check_specs(folder: Path, config: Mapping[str, Any], specs: Mapping[str, Ten
     problems += [f"{name} is unexpected" for name in weights if name not in expected]
     for name, spec in weights.items():
         if name in expected and spec.shape != expected[name]:
-            problems.append(f"{name} has shape {list(spec.shape)}, config.json implies {list(expected[name])}")
+            problems.append(
+                f"{name} has shape {list(spec.shape)}, config.json implies {list(expected[name])}"
+            )
         if not spec.dtype.is_floating_point:
             problems.append(f"{name} holds {spec.dtype}")
     kinds = {spec.dtype for name, spec in weights.items() if name not in TARGET_COPIES}
@@ -246,9 +264,12 @@ def read_weights(folder: Path, config: dict[str, Any], notes: list[str]) -> Draf
 
 
 def token_ids_of(folder: Path, offsets: Tensor | None, reduced: int, vocabulary: int) -> Tensor:
-    """Return target ids ``[U]`` from offsets ``[U]``: ascending, distinct, below V; anything else is refused."""
+    """Return target ids ``[U]`` from offsets ``[U]``: ascending, distinct, below V; anything else is
+    refused."""
     if offsets is None:
-        raise UserError(f"{folder}: draft_vocab_size {reduced} is below vocab_size {vocabulary}, but d2t is missing")
+        raise UserError(
+            f"{folder}: draft_vocab_size {reduced} is below vocab_size {vocabulary}, but d2t is missing"
+        )
     if offsets.shape != (reduced,) or offsets.dtype not in (torch.int64, torch.int32):
         raise UserError(f"{folder}: d2t is {offsets.dtype} {list(offsets.shape)}; expected int64 [{reduced}]")
     ids = offsets.to(torch.int64) + torch.arange(reduced)

@@ -1,9 +1,9 @@
 """An independent reader: rebuilds a written draft from its files alone and runs it plainly.
 
-Nothing here is shared with the writers or with the draft model: JSON and safetensors are read straight, and each
-layout is interpreted as a serving engine does. An export counts as done when this reader agrees with the draft it
-was made from. Shape legend: :mod:`dspark_train.structures`; S is the number of context positions, H query heads,
-K key-value heads, h the head size.
+Nothing here is shared with the writers or with the draft model: JSON and safetensors are read straight, and
+each layout is interpreted as a serving engine does. An export counts as done when this reader agrees with
+the draft it was made from. Shape legend: :mod:`dspark_train.structures`; S is the number of context
+positions, H query heads, K key-value heads, h the head size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Proposal:
     hidden: Tensor
     """``[γ, d]``."""
     logits: Tensor
-    """``[γ, V]``: -inf outside a reduced vocabulary; no soft-cap, as engines apply none."""
+    """``[γ, V]``: -inf outside a reduced vocabulary; base logits soft-capped where the folder says so."""
     tokens: Tensor
     """``[γ]`` int64: target ids."""
     confidence_logits: Tensor | None
@@ -52,24 +52,42 @@ class PlainDraft:
         self.weights = _read_all(folder)
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "speculators_model_type" in raw:
-            layer, taps = raw["transformer_layer_config"], [tap - 1 for tap in raw["aux_hidden_state_layer_ids"]]
+            layer, taps = (
+                raw["transformer_layer_config"],
+                [tap - 1 for tap in raw["aux_hidden_state_layer_ids"]],
+            )
             top, from_anchor = raw, raw.get("sample_from_anchor", False)
         else:
             nested = raw.get("dflash_config") or {}
             layer, top = raw, {**raw, **nested}
-            taps, from_anchor = top["target_layer_ids"], top.get("sample_from_anchor", not nested)
+            taps, default = top["target_layer_ids"], not nested or "DSparkDraftModel" in raw["architectures"]
+            from_anchor = top.get("sample_from_anchor", default)
         if not from_anchor:
-            raise UserError(f"{folder}: its slots predict their own positions (sample_from_anchor is not true)")
-        self.block_size, self.mask_token_id, self.taps = int(top["block_size"]), int(top["mask_token_id"]), taps
+            raise UserError(
+                f"{folder}: its slots predict their own positions (sample_from_anchor is not true)"
+            )
+        self.block_size, self.mask_token_id, self.taps = (
+            int(top["block_size"]),
+            int(top["mask_token_id"]),
+            taps,
+        )
         self.rank = int(top.get("markov_rank") or 0)
         self.kind = top.get("markov_head_type", "vanilla") if self.rank else "none"
         self.with_markov = bool(top.get("confidence_head_with_markov", False))
         self.has_confidence = bool(top.get("enable_confidence_head", False))
         self.scale = float(top.get("embedding_scale") or 1.0)
-        self.head_dim, self.eps = int(layer["head_dim"]), float(layer["rms_norm_eps"])
+        self.cap = top.get("final_logit_softcapping")
+        self.head_dim, self.eps = int(layer["head_dim"]), float(layer.get("rms_norm_eps", 1e-6))
         self.layer_count = int(layer["num_hidden_layers"])
-        self.activation = getattr(torch.nn.functional, layer["hidden_act"])
-        self.inverse_frequencies, self.rope_factor = rope_frequencies(layer["rope_parameters"], self.head_dim)
+        self.activation = getattr(torch.nn.functional, layer.get("hidden_act", "silu"))
+        self.inverse_frequencies, self.rope_factor = rope_frequencies(
+            {
+                **(layer.get("rope_scaling") or {}),
+                "rope_theta": layer.get("rope_theta"),
+                **(layer.get("rope_parameters") or {}),
+            },
+            self.head_dim,
+        )
         vocabulary = int(layer["vocab_size"])
         reduced = int(top.get("draft_vocab_size") or vocabulary)
         self.vocabulary = vocabulary
@@ -125,6 +143,8 @@ class PlainDraft:
     def _walk(self, hidden: Tensor, anchor_token: int) -> Proposal:
         """Walk the slots ``[γ, d]`` left to right through the sequential and confidence heads."""
         base = hidden @ self.head.T
+        if self.cap:
+            base = self.cap * torch.tanh(base / self.cap)
         tokens, rows, confidences = [], [], []
         previous, state = anchor_token, torch.zeros(self.rank)
         for slot in range(self.block_size):
@@ -140,7 +160,9 @@ class PlainDraft:
         confidence = torch.cat(confidences) if confidences else None
         return Proposal(hidden, torch.stack(rows), torch.tensor(tokens), confidence)
 
-    def _latent(self, hidden: Tensor, previous: int, state: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    def _latent(
+        self, hidden: Tensor, previous: int, state: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Embedding, latent and next state (``[r]`` each) of one slot."""
         if self.kind == "none":
             return None, None, state
@@ -157,7 +179,9 @@ class PlainDraft:
 
     def _heads(self, prefix: str, x: Tensor, positions: Tensor) -> Tensor:
         """Project, norm and rotate: ``[S, d] -> [S, H, h]``."""
-        heads = self._norm(self._linear(x, prefix + "proj").unflatten(-1, (-1, self.head_dim)), prefix + "norm.weight")
+        heads = self._norm(
+            self._linear(x, prefix + "proj").unflatten(-1, (-1, self.head_dim)), prefix + "norm.weight"
+        )
         angles = positions[:, None].float() * self.inverse_frequencies
         cos, sin = (angles.cos() * self.rope_factor)[:, None], (angles.sin() * self.rope_factor)[:, None]
         first, second = heads.chunk(2, dim=-1)
@@ -184,8 +208,8 @@ def _read_all(folder: Path) -> dict[str, Tensor]:
 def rope_frequencies(settings: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """Return inverse frequencies ``[h/2]`` and the factor of cosines and sines.
 
-    Kinds: default; linear; llama3 (Llama 3.1); yarn (Peng et al., 2023). Others depend on the sequence's length
-    while it grows, which a cached context cannot follow.
+    Kinds: default; linear; llama3 (Llama 3.1); yarn (Peng et al., 2023). Others depend on the sequence's
+    length while it grows, which a cached context cannot follow.
 
     Raises:
         UserError: another kind.
@@ -213,6 +237,8 @@ def rope_frequencies(settings: dict[str, Any], head_dim: int) -> tuple[Tensor, f
         low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), head_dim - 1)
         ramp = ((torch.arange(head_dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
         attention = settings.get("attention_factor")
-        scale = float(attention) if attention is not None else 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        scale = (
+            float(attention) if attention is not None else 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        )
         return plain / factor * ramp + plain * (1 - ramp), scale
     raise UserError(f"rope_type {kind!r}: a draft supports default, linear, llama3 and yarn")

@@ -1,4 +1,5 @@
-"""SpecForge's raw DSpark export: the DSpark fields nested in ``dflash_config``, no embedding and no LM head."""
+"""SpecForge's raw DSpark export: the DSpark fields nested in ``dflash_config``, no embedding and no LM
+head."""
 
 from __future__ import annotations
 

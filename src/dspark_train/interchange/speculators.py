@@ -1,4 +1,5 @@
-"""The speculators layout: native tensor names, a nested ``config.json`` (vLLM, and Red Hat's models on the hub).
+"""The speculators layout: native tensor names, a nested ``config.json`` (vLLM, and Red Hat's models on the
+hub).
 
 Tapped layers count from the embedding output (native id + 1), the decoder layers sit in
 ``transformer_layer_config``, and a reduced vocabulary comes with ``d2t``, ``t2d`` and an LM head of its own.
@@ -41,7 +42,8 @@ def read_speculators(folder: Path) -> DraftCheckpoint:
     width = raw.get("target_hidden_size") or config["hidden_size"]
     if width != config["hidden_size"]:
         raise UserError(
-            f"{path}: target_hidden_size {width} differs from the draft's hidden size {config['hidden_size']}; this "
+            f"{path}: target_hidden_size {width} differs from the draft's hidden size "
+            f"{config['hidden_size']}; this "
             "project's drafts have the width of their target"
         )
     for name in ("block_size", "mask_token_id"):
@@ -69,12 +71,15 @@ def read_speculators(folder: Path) -> DraftCheckpoint:
     config["draft_vocab_size"] = reduced if reduced and reduced < config["vocab_size"] else None
     checkpoint = read_weights(folder, config, notes)
     if config["draft_vocab_size"] is not None and "lm_head.weight" not in checkpoint.tensors:
-        raise UserError(f"{folder}: a reduced vocabulary needs lm_head.weight [{reduced}, {config['hidden_size']}]")
+        raise UserError(
+            f"{folder}: a reduced vocabulary needs lm_head.weight [{reduced}, {config['hidden_size']}]"
+        )
     return checkpoint
 
 
 def _slot_layout(raw: Mapping[str, Any], algorithm: str, notes: list[str]) -> bool:
-    """Whether the anchor's slot predicts. Readers disagree on what a missing key means, so it is said aloud."""
+    """Whether the anchor's slot predicts. Readers disagree on what a missing key means, so it is said
+    aloud."""
     stated = raw.get("sample_from_anchor")
     if stated is not None:
         return bool(stated)

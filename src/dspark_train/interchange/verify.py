@@ -22,7 +22,8 @@ PROBES = 4
 CONTEXT = 24
 """Context positions of the longest probe."""
 TOLERANCE = 1e-3
-"""Largest difference of logits and confidence logits in float32, relative to the largest logit (at least 1)."""
+"""Largest difference of logits and confidence logits in float32, relative to the largest logit (at least
+1)."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def verify_folder(
 ) -> ReadBack:
     """Read ``folder`` back and compare logits, confidences and greedy drafts on random features.
 
-    Both sides compute in float32 on weights rounded to ``dtype``, so that only a wrong tensor, a wrong field or a
-    wrong rewrite can set them apart.
+    Both sides compute in float32 on weights rounded to ``dtype``, so that only a wrong tensor, a wrong field
+    or a wrong rewrite can set them apart.
 
     Args:
         folder: what was written.
@@ -79,7 +80,8 @@ def verify_folder(
 def rounded(
     draft: DSparkDraft, embedding: Tensor, head: Tensor, dtype: torch.dtype, temperature: float = 1.0
 ) -> DSparkDraft:
-    """Return a float32 CPU copy of ``draft`` with every weight rounded to ``dtype``, its temperature folded in."""
+    """Return a float32 CPU copy of ``draft`` with every weight rounded to ``dtype``, its temperature folded
+    in."""
     from dspark_train.draft.model import BorrowedVocabulary
 
     borrowed = draft.borrowed
@@ -105,7 +107,8 @@ def rounded(
 def _teacher_forced(
     draft: DSparkDraft, features: Tensor, anchors: Tensor, tokens: Tensor, proposals: list[Proposal]
 ) -> tuple[Tensor, Tensor | None]:
-    """The draft's uncapped logits ``[N, γ, U]`` and confidence logits ``[N, γ]`` along the proposed tokens."""
+    """The draft's logits ``[N, γ, U]`` and confidence logits ``[N, γ]`` along the proposed
+    tokens."""
     proposed = torch.stack([proposal.tokens for proposal in proposals])
     slots = torch.full_like(proposed, draft.config.mask_token_id)
     slots[:, 0] = tokens
@@ -118,10 +121,7 @@ def _teacher_forced(
         supervised=torch.ones_like(proposed, dtype=torch.bool),
     )
     output = draft(features[None], blocks)
-    logits = draft.base_logits(output.hidden)
-    if output.latent is not None:
-        logits = logits + draft.bias(output.latent)
-    return logits, output.confidence_logits
+    return draft.logits(output.hidden, output.latent), output.confidence_logits
 
 
 def _compare(
