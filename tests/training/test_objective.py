@@ -13,7 +13,9 @@ from torch import Tensor
 
 from dspark_train.errors import UserError
 from dspark_train.training import objective as module
-from dspark_train.training.objective import fused_objective, row_terms, target_logsumexp
+from dspark_train.training import row_kernel
+from dspark_train.training.objective import fused_objective, target_logsumexp
+from dspark_train.training.row_kernel import row_terms
 
 
 def plain(
@@ -136,7 +138,7 @@ def test_any_cut_into_chunks_gives_the_same(
 
 def test_many_small_inner_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache blocks that cut through a position's rows, and vocabulary tiles of W2's gradient."""
-    monkeypatch.setattr(module, "_CACHE_ELEMENTS", 1)
+    monkeypatch.setattr(row_kernel, "_CACHE_ELEMENTS", 1)
     monkeypatch.setattr(module, "_VOCABULARY_TILE", 7)
     inputs = case(rows=40, P=3, dtype=torch.float32)
     fused = fused_objective(**inputs, memory_budget_bytes=1)
@@ -159,7 +161,7 @@ def test_compiled_formula_equals_the_in_cache_form(
     def formula(self: Any, *arguments: Any) -> Any:
         return row_terms(*arguments, gradient=self.settings.gradient, softcap=self.settings.softcap)
 
-    monkeypatch.setattr(module._Scratch, "_in_cache", formula)
+    monkeypatch.setattr(row_kernel.RowKernel, "_in_cache", formula)
     other = fused_objective(**inputs)
     torch.testing.assert_close(other.loss, expected.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(other.ce, expected.ce, rtol=1e-12, atol=1e-12)
