@@ -149,6 +149,7 @@ class TrainingLoader(DataLoader[TrainingBatch]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue there in the next iteration."""
         self.micro_batches.load_state_dict(state)
+        self._yielded = self.micro_batches.start
 
 
 def _unchanged(batch: TrainingBatch) -> TrainingBatch:
