@@ -7,6 +7,7 @@ on later rounds alone and verification stays lossless; both need memory of a fix
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -108,34 +109,45 @@ class OnlineTemperatures:
 class OnlineThreshold:
     """A static threshold that moves until the wanted share of verified draft tokens is accepted.
 
-    After each batch of rounds, ``θ += rate · (wanted · verified − accepted)``: below the wanted share it
-    rises, above it falls. Over any stretch the accepted share differs from the wanted one by at most ``1 /
-    (rate · verified tokens)`` while θ stays inside its limits, whatever the traffic does (summing the updates
-    telescopes). Memory: one number.
+    After each batch of N rounds, ``logit(θ) += rate · N · (wanted − accepted share of the verified tokens)``:
+    below the wanted share it rises, above it falls, and where nothing was verified the share counts as 1,
+    so that a threshold too high for new traffic comes down. Summing the updates telescopes: over any
+    stretch in which θ stays inside its limits, the mean share over rounds differs from the wanted one by at
+    most ``range of logit(θ) / (rate · rounds)``, whatever the traffic does. Memory: one number.
     """
 
     def __init__(
-        self, threshold: float, *, wanted: float, rate: float = 1e-3, low: float = 0.0, high: float = 0.99
+        self, threshold: float, *, wanted: float, rate: float = 5e-3, low: float = 0.01, high: float = 0.99
     ) -> None:
         """Start from a threshold.
 
         Args:
             threshold: Starting value, in [low, high].
             wanted: Share of the verified draft tokens that should be accepted, in (0, 1).
-            rate: Change of the threshold per token too many or too few.
-            low: Smallest threshold; 0 verifies everything.
-            high: Largest threshold; below 1, so that some tokens are verified and the share stays measurable.
+            rate: Change of the threshold's logit per round and unit of share.
+            low: Smallest threshold, above 0.
+            high: Largest threshold, below 1, so that some tokens are verified and the share stays measurable.
         """
-        if not (0 < wanted < 1 and rate > 0 and 0 <= low <= threshold <= high <= 1):
+        if not (0 < wanted < 1 and rate > 0 and 0 < low <= threshold <= high < 1):
             raise UserError(
-                f"online threshold: need 0 < wanted < 1, rate > 0 and 0 ≤ low ≤ threshold ≤ high ≤ 1, got "
+                f"online threshold: need 0 < wanted < 1, rate > 0 and 0 < low ≤ threshold ≤ high < 1, got "
                 f"wanted={wanted}, rate={rate}, low={low}, threshold={threshold}, high={high}"
             )
-        self.threshold, self.wanted, self.rate, self.low, self.high = threshold, wanted, rate, low, high
+        self.wanted, self.rate = wanted, rate
+        self._low, self._logit, self._high = map(_logit, (low, threshold, high))
+
+    @property
+    def threshold(self) -> float:
+        """To use from now on."""
+        return 1 / (1 + math.exp(-self._logit))
 
     def update(self, verify_length: Tensor, accepted: Tensor) -> None:
         """Count finished rounds: ``[N]`` verified and ``[N]`` accepted draft tokens."""
-        excess = self.wanted * float(verify_length.sum()) - float(accepted.sum())
-        if float(verify_length.sum()) == 0:  # nothing was verified, so nothing was learnt: come down and look
-            excess = -1.0
-        self.threshold = min(self.high, max(self.low, self.threshold + self.rate * excess))
+        verified = float(verify_length.sum())
+        share = float(accepted.sum()) / verified if verified else 1.0
+        moved = self._logit + self.rate * len(accepted) * (self.wanted - share)
+        self._logit = min(self._high, max(self._low, moved))
+
+
+def _logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))

@@ -64,8 +64,8 @@ def fit_temperatures(
 ) -> Tensor:
     """Fit one temperature per position by sequential temperature scaling.
 
-    A binned error is a rough function with many near-minima, so of the temperatures whose ECE cannot be told from
-    the smallest (within ``SLACK / √n``) the one with the best Brier score is taken.
+    A binned error is a rough function with many near-minima, so of the temperatures whose ECE cannot be
+    told from the smallest (within ``SLACK / √n``) the one with the best Brier score is taken.
 
     On the data it is given, the result is never worse than no scaling, in ECE averaged over positions: a
     position whose earlier temperatures were fitted may lose what they gained, so of the γ + 1 candidates
