@@ -20,67 +20,17 @@ CORPUS = [
     '{"name": "weather", "arguments": {"city": "Paris"}} <tool_call> </tool_call>',
 ] * 8
 SPECIAL = [
-    "<|im_start|>", "<|im_end|>", "<|start|>", "<|eot|>", "<|bos|>", "</s>", "<s>", "<turn>", "<end>", "
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""<pad>",
-]  # fmt: skip
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start|>",
+    "<|eot|>",
+    "<|bos|>",
+    "</s>",
+    "<s>",
+    "<turn>",
+    "<end>",
+    "<pad>",
+]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -119,7 +69,11 @@ def make_tokenizer(template: str | None, kind: str = "byte_level", end: str | No
     plain = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=template, eos_token=end, pad_token="<pad>", bos_token="<|bos|>"
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        eos_token=end,
+        pad_token="<pad>",
+        bos_token="<|bos|>",
     )
 
 
@@ -144,8 +98,16 @@ def conversations_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for index in range(300):
             messages = []
             for turn in range(1 + index % 3):
-                messages.append({"role": "user", "content": f"question {index} {turn} " + "why " * (index % 7)})
-                messages.append({"role": "assistant", "content": f"answer {index} " + "because " * (index * 13 % 17)})
-            row = {"id": f"c{index}", "domain": ("math", "code", "chat")[index % 3], "split": splits[index % 10]}
+                messages.append(
+                    {"role": "user", "content": f"question {index} {turn} " + "why " * (index % 7)}
+                )
+                messages.append(
+                    {"role": "assistant", "content": f"answer {index} " + "because " * (index * 13 % 17)}
+                )
+            row = {
+                "id": f"c{index}",
+                "domain": ("math", "code", "chat")[index % 3],
+                "split": splits[index % 10],
+            }
             file.write(json.dumps(row | {"messages": messages}) + "\n")
     return path

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_fillers_keep_ranks_in_step_and_add_nothing(make: Any, tmp_path: Path) -
     )
     ranks = [list(loader) for loader in loaders(make(path), 4, 2)]
     assert [len(rank) for rank in ranks] == [2] * 4
-    batches = sum(ranks, [])
+    batches = list(chain(*ranks))
     empty = [batch for batch in batches if not batch.tokens.loss_mask.any()]
     assert len(empty) == 5
     assert all(batch.blocks.anchor.numel() == 0 and batch.tokens.lengths[0] > 0 for batch in empty)
@@ -216,7 +217,7 @@ def test_clear_errors(make: Any, tmp_path: Path, build_tokenizer: Any, conversat
         make(silent).setup()
     one = tmp_path / "one.jsonl"
     one.write_text(conversations_file.read_text().splitlines()[0] + "\n")
-    with pytest.raises(UserError, match="split 'heldout' .* is empty"):
+    with pytest.raises(UserError, match=r"split 'heldout' .* is empty"):
         make(one).val_dataloader()
     with pytest.raises(UserError, match="not a finished prepared set"):
         make(tmp_path).setup()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,7 +54,7 @@ def test_global_batches_do_not_depend_on_the_cut(world_size: int, micro: int) ->
     reference = steps_of(epoch_of(samplers(1, 24)))
     ranks = epoch_of(samplers(world_size, micro))
     assert steps_of(ranks) == reference
-    assert sorted(sum(reference, [])) == list(range(len(LENGTHS)))
+    assert sorted(chain(*reference)) == list(range(len(LENGTHS)))
     for rank in ranks:
         assert len(rank) == len(samplers(world_size, micro)[0])
         for micro_batch in rank:
@@ -78,7 +80,7 @@ def test_every_sample_once_and_every_rank_the_same_number(
         ranks.append(list(sampler))
         assert len(ranks[-1]) == len(sampler) == sampler.steps * accumulated
         assert all(1 <= len(item.samples) <= micro for item in ranks[-1])
-    assert sorted(sum(steps_of(ranks), [])) == list(range(samples))
+    assert sorted(chain(*steps_of(ranks))) == list(range(samples))
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:

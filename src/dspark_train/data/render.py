@@ -187,10 +187,11 @@ class Renderer:
         if frame is None or not _is_plain(message) or not text.startswith(prompt):
             return None
         start, said = len(prompt), message["content"]
-        for shown in (said, said.strip()):
-            expected = frame.before + shown + frame.end
-            if text.startswith(expected, start):
-                return start + frame.inserted, start + len(expected)
+        for before in dict.fromkeys((frame.before, "")):  # "": what is inserted in a last turn only
+            for shown in (said, said.strip()):
+                expected = before + shown + frame.end
+                if text.startswith(expected, start):
+                    return start + (frame.inserted if before else 0), start + len(expected)
         return None
 
     def _generated(
