@@ -148,7 +148,7 @@ class DSparkModule(LightningModule):
     def compute(self, prepared: PreparedBatch) -> tuple[Tensor, ObjectiveTerms]:
         """Loss of a batch over its global denominator (differentiable), and its detached sums."""
         batch, rows, config = prepared.batch, prepared.rows, self.objective
-        states = self.states(prepared)
+        states, cache = self.states(prepared), self.outside.get("feature_cache")
         output = self.draft(states.features, batch.blocks)
         slots = output.hidden.shape[1]
         weights = self.slot_weights(slots)[rows.slot % slots] / max(batch.global_weight, 1e-12)
@@ -157,7 +157,7 @@ class DSparkModule(LightningModule):
             None if output.latent is None else output.latent.flatten(0, 1)[rows.slot],
             None if self.draft.markov_head is None else self.draft.markov_head.markov_w2.weight,
             self.draft.head_weight,
-            self.target.head_weight,
+            self.target.head_weight if cache is None else self.draft.head_weight,
             states.last_hidden.flatten(0, 1)[rows.position],
             rows.target_row,
             batch.blocks.labels.flatten()[rows.slot],
@@ -166,6 +166,9 @@ class DSparkModule(LightningModule):
             tv_coef=config.tv,
             softcap=self.target.logit_softcap,
             draft_token_ids=self.draft.draft_token_ids,
+            target_logsumexp=None
+            if cache is None
+            else cache.logsumexp(batch.tokens, self.device).flatten()[rows.position],
             memory_budget_bytes=config.memory_budget_mib * 2**20,
         )
         confidence = confidence_rows(output, rows, sums.accept)
