@@ -42,9 +42,6 @@ COMMANDS = {
 }
 """Every command, in the order of the help."""
 
-ALIASES: dict[str, str] = {}
-
-
 def resolve(command: Command) -> Callable[..., Any]:
     """Import the function behind a command."""
     module, name = command.function.split(":")
@@ -89,10 +86,9 @@ def run(arguments: Sequence[str]) -> None:
     if name in ("fit", "validate"):
         resolve(COMMANDS[name])([name, *rest])
         return
-    import jsonargparse
+    from dspark_train.parsing import run_command
 
-    function = resolve(COMMANDS[name])
-    jsonargparse.auto_cli(function, args=rest, prog=f"dspark-train {name}", as_positional=True)
+    run_command(resolve(COMMANDS[name]), rest, name)
 
 
 def quiet_libraries() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
+from dspark_train.parsing import STRICT, explain
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import has_fast_bfloat16
 from dspark_train.training.module import DSparkModule
@@ -51,6 +54,13 @@ class DSparkCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Only what this project has a meaning for."""
         return {name: skip for name, skip in LightningCLI.subcommands().items() if name in ("fit", "validate")}
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and refuse what does not fit in one line."""
+        try:
+            super().parse_arguments(parser, args)
+        except argparse.ArgumentError as error:
+            raise explain(error, self.parser_of(str(args[0]) if isinstance(args, list) else "fit")) from error
 
     def before_instantiate_classes(self) -> None:
         """Open the run's folder before anything heavy is loaded."""
@@ -125,5 +135,6 @@ def main(arguments: ArgsType) -> None:
             "logger": False,
         },
         auto_configure_optimizers=False,
-        args=arguments,
+        parser_kwargs=STRICT | {"fit": STRICT, "validate": STRICT},
+        args=None if arguments == sys.argv[1:] else arguments,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny import tiny_target
+from tiny_models import tiny_target
 from tiny_data import tiny_conversations, tiny_tokenizer, write_rows
 
 from dspark_train.data.module import DSparkDataModule
@@ -127,6 +127,7 @@ def test_a_batch_without_an_anchor_costs_nothing_and_breaks_nothing(tmp_path: Pa
     mask = torch.zeros_like(batch.tokens.loss_mask)
     tokens = type(batch.tokens)(batch.tokens.input_ids, batch.tokens.lengths, mask, batch.tokens.sample_ids)
     empty = type(batch)(tokens, _no_blocks(tokens), 3.0)
+    module.zero_grad()
     loss, terms = module.compute(module.on_before_batch_transfer(empty, 0))
     loss.backward()
     assert float(loss) == 0.0

@@ -239,7 +239,7 @@ class DSparkDraft(PreTrainedModel):
         folder = Path(folder)
         state = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
         state |= {"embed_tokens.weight": self.embedding_weight.detach().cpu()}
-        state |= {"lm_head.weight": self.head_weight.detach().cpu()}
+        state |= {"lm_head.weight": self.head_weight.detach().cpu().clone()}  # may be tied to the embedding
         kind = dtype or self.fc.weight.dtype
         state = {
             name: (tensor.to(kind) if tensor.is_floating_point() else tensor).contiguous()

@@ -1,0 +1,115 @@
+"""The frozen target: its states and logits are the model's own, for several families."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model, tiny_target
+from torch import nn
+
+from dspark_train.errors import UserError
+from dspark_train.target.config import TargetConfig, check_layer_ids, spread_layer_ids
+from dspark_train.target.frozen import FrozenTarget
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_and_logits_are_the_models_own(family: str) -> None:
+    target = tiny_target(family, (-1, 0, 2))
+    ids = torch.randint(3, 90, (2, 11))
+    states = target.states(ids)
+    with torch.no_grad():
+        output = target.model(input_ids=ids, output_hidden_states=True)
+    expected = torch.cat([output.hidden_states[i] for i in (0, 1, 3)], dim=-1)
+    torch.testing.assert_close(states.features, expected)
+    torch.testing.assert_close(target.lm_head(states.last_hidden), output.logits)
+    torch.testing.assert_close(target.embed(ids), output.hidden_states[0])
+
+
+def test_soft_cap_and_embedding_scale_are_found() -> None:
+    target = tiny_target("gemma3")
+    assert target.logit_softcap == 10.0
+    assert target.embedding_scale == pytest.approx(32**0.5, rel=1e-3)
+    assert tiny_target("llama").embedding_scale == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_on_the_right_reaches_no_real_token(family: str) -> None:
+    target = tiny_target(family)
+    ids = torch.randint(3, 90, (1, 9))
+    padded = torch.cat([ids, torch.randint(3, 90, (1, 4))], dim=1)
+    torch.testing.assert_close(target.states(padded).features[:, :9], target.states(ids).features)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lm_head_is_not_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(family)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the LM head ran")
+
+    monkeypatch.setattr(target.model.get_output_embeddings(), "forward", refuse)
+    target.states(torch.tensor([[5, 6, 7]]))
+
+
+def test_never_part_of_a_module() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = tiny_target()
+
+    holder = Holder()
+    assert not list(holder.parameters())
+    assert not holder.state_dict()
+    assert not any(parameter.requires_grad for parameter in holder.target.model.parameters())
+
+
+def test_paper_taps() -> None:
+    assert spread_layer_ids(36) == [1, 9, 17, 25, 33]
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([0, 3], "last decoder layer"),
+        ([2, 1], "strictly increasing"),
+        ([1, 1], "strictly increasing"),
+        ([], "non-empty"),
+        ([-2, 1], "must lie in"),
+        ([1, 9], "must lie in"),
+    ],
+)
+def test_bad_taps_are_refused(ids: list[int], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_layer_ids(ids, 4)
+
+
+def test_a_model_with_other_logits_is_refused() -> None:
+    model = tiny_model()
+    original = model.forward
+
+    def scaled(*args: object, **kwargs: object) -> object:
+        output = original(*args, **kwargs)
+        output.logits = output.logits * 3
+        return output
+
+    model.forward = scaled
+    with pytest.raises(UserError, match="not supported"):
+        FrozenTarget(model, [0, 1])
+
+
+def test_folder_errors(tmp_path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        FrozenTarget.load(TargetConfig(name_or_path=str(tmp_path / "absent")))
+    with pytest.raises(UserError, match=r"no config\.json"):
+        FrozenTarget.load(TargetConfig(name_or_path=str(tmp_path)))
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no weights"):
+        FrozenTarget.load(TargetConfig(name_or_path=str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        FrozenTarget.load(TargetConfig(name_or_path=str(tmp_path)))
+    model.save_pretrained(tmp_path)
+    loaded = FrozenTarget.load(TargetConfig(name_or_path=str(tmp_path), layer_ids=[0, 1], dtype="float32"))
+    ids = torch.tensor([[4, 5, 6]])
+    torch.testing.assert_close(loaded.states(ids).last_hidden, FrozenTarget(model, [0, 1]).states(ids).last_hidden)
