@@ -1,0 +1,229 @@
+"""Ragged key-value cache: static buffers per request, new rows of all requests in one flat pass.
+
+    R  requests (slots of the cache)     S  rows (tokens) of a pass, of all requests, flattened
+    H  query heads                       K  key-value heads          h  head size
+    C  positions that a slot can hold
+
+A pass brings rows of any number of requests, any number each. Linear layers see the S rows and nothing else;
+attention writes each row's key and value at its position of its request's buffer and reads that request's buffer up
+to a limit. Nothing is concatenated, and a rejected token is forgotten by being overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RaggedCache:
+    """Buffers ``[R, K, C, h]`` of keys and of values for every layer, made when a layer first writes."""
+
+    def __init__(self, slots: int, length: int) -> None:
+        """Make an empty cache.
+
+        Args:
+            slots: requests that fit at once.
+            length: positions that fit in each.
+        """
+        self.slots, self.length = slots, length
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def buffers(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Buffers of a layer, shaped for keys and values ``[K, .., h]``.
+
+        Zeros, not uninitialised: masked positions are multiplied by zero, and must be finite.
+        """
+        if layer not in self.keys:
+            for store, like in ((self.keys, key), (self.values, value)):
+                store[layer] = like.new_zeros(self.slots, like.shape[0], self.length, like.shape[-1])
+        return self.keys[layer], self.values[layer]
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the first ``length`` positions of one slot over another."""
+        for store in (self.keys, self.values):
+            for buffer in store.values():
+                buffer[destination, :, :length] = buffer[source, :, :length]
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(b.numel() * b.element_size() for s in (self.keys, self.values) for b in s.values())
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Rows of one pass: ``counts[i]`` consecutive positions from ``starts[i]`` in slot ``i``, slot after slot.
+
+    Every row sees the positions of its own slot up to and including its own (causal), or, where ``block`` is set, up
+    to the last row of its slot (a draft block sees itself in both directions).
+    """
+
+    counts: Sequence[int]
+    starts: Sequence[int]
+    device: torch.device
+    block: bool = False
+    first_slot: int = 0
+    """Slot of ``counts[0]``."""
+
+    @property
+    def single(self) -> bool:
+        """Whether one slot owns all rows, so that they can be sliced instead of gathered."""
+        return len(self.counts) == 1
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """``[S]`` int64: slot of each row."""
+        counts = torch.tensor(self.counts, device=self.device)
+        slots = torch.arange(self.first_slot, self.first_slot + len(self.counts), device=self.device)
+        return slots.repeat_interleave(counts, output_size=sum(self.counts))
+
+    @cached_property
+    def offset(self) -> Tensor:
+        """``[S]`` int64: place of each row among its slot's."""
+        return torch.cat([torch.arange(count, device=self.device) for count in self.counts])
+
+    @cached_property
+    def position(self) -> Tensor:
+        """``[S]`` int64: position of each row."""
+        if self.single:
+            return torch.arange(self.starts[0], self.starts[0] + self.counts[0], device=self.device)
+        return torch.tensor(self.starts, device=self.device)[self.slot - self.first_slot] + self.offset
+
+    @cached_property
+    def grid(self) -> Tensor:
+        """``[R, max count]`` int64: row of each place, 0 where a slot has fewer rows."""
+        width = max(self.counts)
+        firsts, total = [], 0
+        for count in self.counts:
+            firsts.append(total)
+            total += count
+        places = torch.arange(width, device=self.device)
+        rows = torch.tensor(firsts, device=self.device)[:, None] + places
+        return torch.where(places < torch.tensor(self.counts, device=self.device)[:, None], rows, 0)
+
+    @cached_property
+    def cell(self) -> Tensor:
+        """``[S]`` int64: place of each row in the flattened grid."""
+        return (self.slot - self.first_slot) * max(self.counts) + self.offset
+
+    @property
+    def reach(self) -> int:
+        """Positions that any row can see, from 0."""
+        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask ``[R, max count, reach]``; None where every row sees all of it.
+
+        Args:
+            window: a row sees this many positions, its own included; None is all.
+            dtype: of the queries.
+        """
+        if window is not None and window >= self.reach:
+            window = None
+        if self.single and window is None and (self.block or self.counts[0] == 1):
+            return None
+        starts = torch.tensor(self.starts, device=self.device)[:, None]
+        counts = torch.tensor(self.counts, device=self.device)[:, None]
+        place = torch.arange(max(self.counts), device=self.device)
+        own = starts + place.minimum(counts - 1).clamp_min(0)
+        end = (starts + counts).expand_as(own) if self.block else own + 1
+        keys = torch.arange(self.reach, device=self.device)
+        hidden = keys >= end.clamp_min(1)[..., None]
+        if window is not None:
+            hidden |= keys <= own[..., None] - window
+        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+
+
+class RaggedStep:
+    """Attention of one pass: a cache, and where the pass's rows go. Masks are built once and shared by all layers."""
+
+    def __init__(self, cache: RaggedCache, layout: RowLayout) -> None:
+        self.cache, self.layout = cache, layout
+        self._masks: dict[tuple[int | None, int], Tensor | None] = {}
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store keys and values ``[K, S, h]`` of all rows."""
+        layout = self.layout
+        for buffer, new in zip(self.cache.buffers(layer, key, value), (key, value), strict=True):
+            if layout.single:
+                start = layout.starts[0]
+                buffer[layout.first_slot, :, start : start + layout.counts[0]] = new
+            else:
+                buffer[layout.slot, :, layout.position] = new.transpose(0, 1)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Store the rows' keys and values, then attend from every row to its own request.
+
+        Args:
+            layer: whose buffers.
+            query: ``[H, S, h]``, rotated.
+            key: ``[K, S, h]``, rotated.
+            value: ``[K, S, h]``.
+            scale: factor of the scores.
+            window: positions that a row sees, its own included; None is all.
+            softcap: scores are squashed to ``cap · tanh(score / cap)``.
+
+        Returns:
+            ``[S, H, h]``.
+        """
+        self.write(layer, key, value)
+        layout, reach = self.layout, self.layout.reach
+        slots = slice(layout.first_slot, layout.first_slot + len(layout.counts))
+        keys = self.cache.keys[layer][slots, :, :reach]
+        values = self.cache.values[layer][slots, :, :reach]
+        heads, groups = query.shape[0], query.shape[0] // key.shape[0]
+        if layout.single:
+            if self._is_prefill(window, softcap):
+                mixed = F.scaled_dot_product_attention(
+                    query[None], keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1
+                )
+                return mixed[0].transpose(0, 1)
+            grid = query[None]
+        else:
+            grid = query[:, layout.grid].transpose(0, 1)
+        width = grid.shape[2]
+        folded = grid.reshape(len(layout.counts), -1, groups * width, grid.shape[-1])
+        mixed = _attention(folded, keys, values, self._mask(window, groups, query.dtype), scale, softcap)
+        mixed = mixed.view(len(layout.counts), heads, width, -1)
+        if layout.single:
+            return mixed[0].transpose(0, 1)
+        return mixed.transpose(1, 2).flatten(0, 1)[layout.cell]
+
+    def _is_prefill(self, window: int | None, softcap: float | None) -> bool:
+        layout = self.layout
+        whole = window is None or window >= layout.reach
+        return layout.starts[0] == 0 and layout.counts[0] > 1 and not layout.block and whole and softcap is None
+
+    def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+        """``[R, 1, groups · max count, reach]``."""
+        key = (window, groups)
+        if key not in self._masks:
+            mask = self.layout.mask(window, dtype)
+            self._masks[key] = mask if mask is None else mask.repeat(1, groups, 1)[:, None]
+        return self._masks[key]
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = query @ key.transpose(-1, -2) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = (scores if mask is None else scores + mask).float().softmax(-1).to(query.dtype)
+    return weights @ value

@@ -1,0 +1,421 @@
+"""The one decoder: batched, ragged, greedy or sampled, speculative or plain, lossless.
+
+    R  active requests      γ  block size      S  rows of a verification pass, Σ (verify length + 1)
+
+A round, for all active requests at once: the draft proposes γ tokens after each request's anchor; the policy picks
+how many of them are verified; the target runs the anchor and the picked tokens of all requests as one flat row
+list; verification accepts a prefix of each and adds a token of the target's own, the next anchor. Plain decoding is
+the same loop with no draft. Requests join as soon as one leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dspark_train.calibration.temperature import conditional
+from dspark_train.decoding.cache import RowLayout
+from dspark_train.decoding.draft_pass import DraftPass, Proposal
+from dspark_train.decoding.policies import FixedLength, Policy
+from dspark_train.decoding.sampling import SamplingRule, draw, verify_greedy, verify_sampled
+from dspark_train.decoding.target_pass import TargetPass
+from dspark_train.decoding.timing import Stopwatch, Timings
+from dspark_train.draft.model import DSparkDraft
+from dspark_train.errors import UserError
+from dspark_train.structures import DecodingTrace
+from dspark_train.target.frozen import FrozenTarget
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What :func:`generate` made."""
+
+    tokens: list[list[int]]
+    """Generated tokens of each prompt, a stop token included."""
+    finished_by: list[str]
+    """Of each prompt: ``stop`` (a stop token) or ``length`` (its limit, or the end of the target's context)."""
+    trace: DecodingTrace
+    """Every speculative round. Plain decoding has blocks of size 0."""
+    timings: Timings
+    """Seconds by part, and counts."""
+
+
+@dataclass
+class _Request:
+    """State of one request."""
+
+    index: int
+    prompt: list[int]
+    limit: int
+    """Tokens that it may generate."""
+    stops: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    finished_by: str = ""
+
+    @property
+    def position(self) -> int:
+        """Of the anchor: the last committed token, which the target has not run yet."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - len(self.tokens)
+
+    def commit(self, tokens: list[int]) -> int:
+        """Take tokens until one stops the request or the limit is reached; returns how many were taken."""
+        taken = 0
+        for token in tokens:
+            self.tokens.append(token)
+            taken += 1
+            if token in self.stops:
+                self.finished_by = "stop"
+                break
+            if self.remaining == 0:
+                self.finished_by = "length"
+                break
+        return taken
+
+
+@dataclass
+class _Rounds:
+    """Rounds as they happen, joined into a trace at the end."""
+
+    block_size: int
+    requests: list[int] = field(default_factory=list)
+    anchors: list[int] = field(default_factory=list)
+    proposed: list[list[int]] = field(default_factory=list)
+    confidence: list[Tensor] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+
+    def trace(self, temperature: float, domains: Sequence[str]) -> DecodingTrace:
+        count, slots = len(self.requests), self.block_size
+        padded = [row + [-1] * (slots - len(row)) for row in self.proposed]
+        logits = torch.full((count, slots), float("nan"))
+        known = torch.cat(self.confidence).cpu() if self.confidence else logits[:, :0]
+        logits[:, : known.shape[1]] = known
+        integers = (self.requests, self.anchors, self.lengths, self.accepted, self.committed)
+        request, anchor, lengths, accepted, committed = (torch.tensor(v, dtype=torch.int64) for v in integers)
+        return DecodingTrace(
+            request=request,
+            anchor=anchor,
+            proposed=torch.tensor(padded, dtype=torch.int64).view(count, slots),
+            confidence_logits=logits,
+            verify_length=lengths,
+            accepted=accepted,
+            committed=committed,
+            temperature=temperature,
+            domains=tuple(domains),
+        )
+
+
+def generate(
+    target: FrozenTarget,
+    draft: DSparkDraft | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    policy: Policy | None = None,
+    stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+    temperatures: Sequence[float] | None = None,
+    domains: Sequence[str] = (),
+) -> GenerationResult:
+    """Generate answers whose distribution is exactly the target's.
+
+    Args:
+        target: frozen target.
+        draft: proposes; None decodes plainly.
+        prompts: token ids of each prompt, at least one each.
+        max_new_tokens: limit of all prompts, or of each.
+        temperature: of target and draft; 0 is greedy.
+        top_k: tokens kept by sampling; 0 keeps all.
+        top_p: nucleus kept by sampling; 1 keeps all.
+        policy: how many draft tokens are verified; None verifies the whole block.
+        stop_token_ids: of all prompts, or of each; None takes the target's end tokens.
+        batch_size: requests decoded at once.
+        seed: of the sampling.
+        temperatures: ``[γ]`` of the confidences (sequential temperature scaling); None leaves them raw.
+        domains: of each prompt, for the trace.
+
+    Raises:
+        UserError: a prompt that is empty, too long or has unknown ids, a draft made for another target, or a policy
+            that needs the confidence head that the draft lacks.
+    """
+    decoder = Decoder(target, draft, policy, SamplingRule(temperature, top_k, top_p), temperatures)
+    requests = decoder.requests(prompts, max_new_tokens, stop_token_ids)
+    return decoder.run(requests, batch_size=batch_size, seed=seed, domains=domains)
+
+
+class Decoder:
+    """A target, a draft, and the rules by which they decode."""
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        draft: DSparkDraft | None = None,
+        policy: Policy | None = None,
+        rule: SamplingRule | None = None,
+        temperatures: Sequence[float] | None = None,
+    ) -> None:
+        """Check that the parts fit; arguments as in :func:`generate`."""
+        self.target, self.draft = target, draft
+        self.policy = FixedLength() if policy is None else policy
+        self.rule = SamplingRule() if rule is None else rule
+        self.block_size = 0 if draft is None else draft.config.block_size
+        self.depth = self.policy.depth(self.block_size)
+        if draft is not None:
+            _check_pair(target, draft)
+            if self.policy.needs_confidence and draft.confidence_head is None:
+                raise UserError(
+                    f"policy {type(self.policy).__name__} reads confidences, but this draft was trained without a "
+                    "confidence head: use a fixed length"
+                )
+        if temperatures is not None and len(temperatures) != self.block_size:
+            raise UserError(f"{len(temperatures)} temperatures were given for a block size of {self.block_size}")
+        self.temperatures = None
+        if temperatures is not None:
+            self.temperatures = torch.tensor(list(temperatures)[: self.depth], device=target.device)
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> list[_Request]:
+        """Check prompts and limits, and bound each by the target's context."""
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        stops = stop_sets(self.target, stop_token_ids, len(prompts))
+        if len(limits) != len(prompts) or len(stops) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts, {len(limits)} limits and {len(stops)} stop lists do not match")
+        context = getattr(self.target.config, "max_position_embeddings", None)
+        made = []
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            ids = list(prompt)
+            if not ids:
+                raise UserError(f"prompt {index} is empty: it needs at least one token")
+            if min(ids) < 0 or max(ids) >= self.target.vocab_size:
+                raise UserError(f"prompt {index} has token ids outside 0..{self.target.vocab_size - 1}")
+            if limit < 1:
+                raise UserError(f"max_new_tokens {limit} of prompt {index} must be at least 1")
+            if context is not None and len(ids) >= context:
+                raise UserError(f"prompt {index} has {len(ids)} tokens; the target's context of {context} is full")
+            room = limit if context is None else min(limit, context - len(ids))
+            made.append(_Request(index, ids, room, stops[index]))
+        return made
+
+    @torch.inference_mode()
+    def run(
+        self, requests: Sequence[_Request], *, batch_size: int = 1, seed: int = 0, domains: Sequence[str] = ()
+    ) -> GenerationResult:
+        """Decode requests, ``batch_size`` at once, in their order."""
+        if batch_size < 1:
+            raise UserError(f"batch_size {batch_size} must be at least 1")
+        length = max((len(r.prompt) + r.limit for r in requests), default=1)
+        slots = max(1, min(batch_size, len(requests)))
+        run = _Run(self, slots, length, seed)
+        started = time.perf_counter()
+        with run.target:
+            waiting = deque(requests)
+            while waiting or run.active:
+                while waiting and len(run.active) < slots:
+                    run.join(waiting.popleft())
+                    run.leave(waiting)
+                if run.active:
+                    run.round()
+                    run.leave(waiting)
+        timings = run.timings
+        timings.parts = run.watch.read()
+        timings.total = time.perf_counter() - started
+        timings.tokens = sum(len(request.tokens) for request in requests)
+        return GenerationResult(
+            tokens=[request.tokens for request in requests],
+            finished_by=[request.finished_by for request in requests],
+            trace=run.rounds.trace(self.rule.temperature, domains),
+            timings=timings,
+        )
+
+
+class _Run:
+    """One run of a decoder: caches, active requests, rounds."""
+
+    def __init__(self, decoder: Decoder, slots: int, length: int, seed: int) -> None:
+        self.decoder, self.rule = decoder, decoder.rule
+        self.device = decoder.target.device
+        self.target = TargetPass(decoder.target, slots, length, features=decoder.draft is not None)
+        self.draft = None
+        if decoder.draft is not None and decoder.depth > 0:
+            self.draft = DraftPass(decoder.draft, slots, length + decoder.block_size)
+        self.choose = decoder.policy.start()
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.active: list[_Request] = []
+        """Request of each slot; the slots in use are the first ones, always."""
+        self.rounds = _Rounds(decoder.block_size)
+        self.watch = Stopwatch(self.device)
+        self.timings = Timings()
+
+    def join(self, request: _Request) -> None:
+        """Give a request the next free slot: run its prompt and draw its first token."""
+        with self.watch.part("prefill"):
+            layout = RowLayout([len(request.prompt)], [0], self.device, first_slot=len(self.active))
+            hidden, features = self.target(torch.tensor(request.prompt, device=self.device), layout)
+            if self.draft is not None and features is not None:
+                self.draft.append(features, layout)
+            logits = self.decoder.target.lm_head(hidden[-1:])
+            first = self._best(logits) if self.rule.greedy else self._draw(self.rule.probabilities(logits))
+            request.commit(first.tolist())
+        self.active.append(request)
+
+    def leave(self, waiting: deque[_Request]) -> None:
+        """Free the slots of finished requests, keeping the slots in use together at the front."""
+        for slot in reversed(range(len(self.active))):
+            if not self.active[slot].finished_by:
+                continue
+            last = len(self.active) - 1
+            if slot != last:
+                moved = self.active[last]
+                self.target.cache.move(last, slot, moved.position)
+                if self.draft is not None:
+                    self.draft.cache.move(last, slot, moved.position)
+                self.active[slot] = moved
+            self.active.pop()
+
+    def round(self) -> None:
+        """Advance every active request by one round."""
+        active = self.active
+        positions = [request.position for request in active]
+        anchors = torch.tensor([request.tokens[-1] for request in active], device=self.device)
+        proposal, counts = self._propose(anchors, positions)
+        layout = RowLayout(counts, positions, self.device)
+        width = max(counts)
+        block = anchors[:, None]
+        if proposal is not None:
+            block = torch.cat([block, proposal.tokens[:, : width - 1]], dim=1)
+        with self.watch.part("verify"):
+            ids = block[0] if layout.single else block[layout.slot, layout.offset]
+            hidden, features = self.target(ids, layout)
+        if self.draft is not None and features is not None:
+            with self.watch.part("draft"):
+                self.draft.append(features, layout)
+        accepted, following = self._verify(hidden, layout, block[:, 1:], proposal)
+        self._commit(positions, counts, accepted.tolist(), following.tolist(), proposal)
+
+    def _propose(self, anchors: Tensor, positions: list[int]) -> tuple[Proposal | None, list[int]]:
+        """Draft tokens, and rows of each request to verify: the anchor and the prefix that the policy picked."""
+        if self.draft is None:
+            return None, [1] * len(positions)
+        with self.watch.part("draft"):
+            hidden = self.draft.hidden(anchors, positions)
+        with self.watch.part("head"):
+            proposal = self.draft.walk(hidden[:, : self.decoder.depth], anchors, self.rule, self.generator)
+        with self.watch.part("schedule"):
+            logits = proposal.confidence_logits
+            confidence = (
+                torch.full(proposal.tokens.shape, float("nan"), device=self.device)
+                if logits is None
+                else conditional(logits, self.decoder.temperatures)
+            )
+            lengths = self.choose(confidence).tolist()
+        # the last token that a request may generate is the target's own: no draft token beyond that is verified
+        pairs = zip(lengths, self.active, strict=True)
+        return proposal, [1 + min(length, request.remaining - 1) for length, request in pairs]
+
+    def _verify(
+        self, hidden: Tensor, layout: RowLayout, proposed: Tensor, proposal: Proposal | None
+    ) -> tuple[Tensor, Tensor]:
+        """Accepted draft tokens ``[R]`` and the target's token after them ``[R]``."""
+        with self.watch.part("target_head"):
+            logits = self.decoder.target.lm_head(hidden)
+        with self.watch.part("sampling"):
+            lengths = torch.tensor(layout.counts, device=self.device) - 1
+            if self.rule.greedy:
+                return verify_greedy(self._best(logits)[layout.grid], proposed, lengths)
+            distributions = self.rule.probabilities(logits)
+            if proposal is None or proposal.probabilities is None or proposed.shape[1] == 0:
+                return torch.zeros_like(lengths), self._draw(distributions[layout.grid[:, 0]])
+            slots = proposed.shape[1]
+            return verify_sampled(
+                distributions,
+                layout.grid,
+                proposed,
+                proposal.probabilities[:, :slots],
+                proposal.indices[:, :slots],
+                self.decoder.draft.draft_token_ids if self.decoder.draft is not None else None,
+                lengths,
+                self.generator,
+            )
+
+    def _commit(
+        self,
+        positions: list[int],
+        counts: list[int],
+        accepted: list[int],
+        following: list[int],
+        proposal: Proposal | None,
+    ) -> None:
+        rounds, active = self.rounds, self.active
+        proposed = [[] for _ in active] if proposal is None else proposal.tokens.tolist()
+        self.timings.rounds += 1
+        self.timings.rows += sum(counts)
+        for slot, request in enumerate(active):
+            taken = request.commit([*proposed[slot][: accepted[slot]], following[slot]])
+            rounds.committed.append(taken)
+        rounds.requests += [request.index for request in active]
+        rounds.anchors += positions
+        rounds.proposed += proposed
+        rounds.lengths += [count - 1 for count in counts]
+        rounds.accepted += accepted
+        if proposal is not None and proposal.confidence_logits is not None:
+            rounds.confidence.append(proposal.confidence_logits)
+
+    def _best(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+    def _draw(self, probabilities: Tensor) -> Tensor:
+        return draw(probabilities, self.generator)
+
+
+def stop_sets(
+    target: FrozenTarget, stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None, count: int
+) -> list[frozenset[int]]:
+    """Stop tokens of each of ``count`` requests; None stands for the end tokens that the target declares."""
+    if stop_token_ids is None:
+        return [frozenset(end_token_ids(target))] * count
+    per_request = [ids for ids in stop_token_ids if not isinstance(ids, int)]
+    if per_request:
+        return [frozenset(ids) for ids in per_request]
+    return [frozenset(ids for ids in stop_token_ids if isinstance(ids, int))] * count
+
+
+def end_token_ids(target: FrozenTarget) -> list[int]:
+    """End tokens that the target's generation settings, config and tokenizer declare."""
+    found: set[int] = set()
+    generation = getattr(target.model, "generation_config", None)
+    for source in (generation, target.config, target.tokenizer):
+        declared = getattr(source, "eos_token_id", None)
+        if declared is not None:
+            found.update([declared] if isinstance(declared, int) else declared)
+    return sorted(found)
+
+
+def _check_pair(target: FrozenTarget, draft: DSparkDraft) -> None:
+    config = draft.config
+    facts = (
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+        ("target layers", config.num_target_layers, target.num_layers),
+        ("tapped layers", list(config.layer_ids), list(target.layer_ids)),
+    )
+    wrong = [f"{name} {mine} (target: {its})" for name, mine, its in facts if mine != its]
+    if wrong:
+        raise UserError(f"this draft was made for another target than {target.name}: {', '.join(wrong)}")

@@ -1,0 +1,142 @@
+"""Draft side of a decoding round: cached context, one parallel pass, the walk of the sequential head.
+
+    R  requests      γ  block size      S  flat rows of a target pass      U  vocabulary of the draft
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dspark_train.decoding.cache import RaggedCache, RaggedStep, RowLayout
+from dspark_train.decoding.sampling import SamplingRule, draw
+from dspark_train.draft.model import DSparkDraft
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens of one round; the first ``depth ≤ γ`` slots only, where later ones can never be verified."""
+
+    tokens: Tensor
+    """``[R, depth]`` int64, target ids."""
+    indices: Tensor
+    """``[R, depth]`` int64, draft ids (equal to ``tokens`` unless the draft's vocabulary is reduced)."""
+    probabilities: Tensor | None
+    """``[R, depth, U]`` float32: what each token was really drawn from. None when greedy (one-hot)."""
+    confidence_logits: Tensor | None
+    """``[R, depth]`` float32, raw. None without a confidence head."""
+
+
+class DraftPass:
+    """A draft with the cached keys and values of every request's context. Block slots are never kept."""
+
+    def __init__(self, draft: DSparkDraft, slots: int, length: int) -> None:
+        """Prepare.
+
+        Args:
+            draft: the draft; used as it is, on its device, in its dtype.
+            slots: requests that fit at once.
+            length: positions that fit in each, context and block together.
+        """
+        self.draft = draft
+        self.block_size = draft.config.block_size
+        self.device = draft.fc.weight.device
+        self.cache = RaggedCache(slots, length)
+        self._token_ids = draft.draft_token_ids
+
+    def append(self, features: Tensor, layout: RowLayout) -> None:
+        """Add context: the target's features ``[S, m·d]`` at the rows of ``layout``.
+
+        Rows of tokens that verification rejected may be among them: they lie at or after the next anchor, where no
+        block looks, and are overwritten.
+        """
+        context = self.draft.context(features)
+        rotation = self.draft.rotation(layout.position)
+        step = RaggedStep(self.cache, layout)
+        for index, layer in enumerate(self.draft.layers):
+            key, value = layer.self_attn.keys_values(context, rotation)  # type: ignore[operator, union-attr]
+            step.write(index, key.transpose(0, 1), value.transpose(0, 1))
+
+    def hidden(self, anchors: Tensor, positions: list[int]) -> Tensor:
+        """Run the parallel pass.
+
+        Args:
+            anchors: ``[R]`` int64 last committed token of each request.
+            positions: its position; the context before it has been appended.
+
+        Returns:
+            ``[R, γ, d]`` states after the final norm.
+        """
+        slots = self.block_size
+        layout = RowLayout([slots] * len(positions), positions, self.device, block=True)
+        ids = anchors.new_full((anchors.shape[0], slots), self.draft.config.mask_token_id)
+        ids[:, 0] = anchors
+        rotation = self.draft.rotation(layout.position.view(ids.shape))
+        step = RaggedStep(self.cache, layout)
+        x = self.draft.embed(ids)
+        for index, layer in enumerate(self.draft.layers):
+            scale: float = layer.self_attn.scale  # type: ignore[assignment, union-attr]
+            x = layer(x, rotation, partial(_attend, step, index, scale))
+        return self.draft.norm(x)
+
+    def walk(
+        self, hidden: Tensor, anchors: Tensor, rule: SamplingRule, generator: torch.Generator | None = None
+    ) -> Proposal:
+        """Draw the tokens of each block from left to right.
+
+        Args:
+            hidden: ``[R, depth, d]`` states of the first slots.
+            anchors: ``[R]`` int64.
+            rule: how tokens are drawn.
+            generator: source of randomness.
+        """
+        draft, head = self.draft, self.draft.markov_head
+        base = draft.base_logits(hidden)
+        previous, state = anchors, None
+        indices, tokens, distributions = [], [anchors], []
+        for slot in range(hidden.shape[1]):
+            logits = base[:, slot]
+            if head is not None:
+                latent, state = head.step(hidden[:, slot], previous, state)
+                logits = logits + draft.bias(latent).to(logits.dtype)
+            if rule.greedy:
+                index = logits.argmax(-1)
+            else:
+                distribution = rule.probabilities(self._cap(logits))
+                index = draw(distribution, generator)
+                distributions.append(distribution)
+            previous = index if self._token_ids is None else self._token_ids[index]
+            indices.append(index)
+            tokens.append(previous)
+        drawn = torch.stack(tokens, dim=1)
+        confidence = draft.confidence(hidden, drawn[:, :-1])
+        return Proposal(
+            tokens=drawn[:, 1:],
+            indices=torch.stack(indices, dim=1) if indices else drawn[:, 1:],
+            probabilities=torch.stack(distributions, dim=1) if distributions else None,
+            confidence_logits=None if confidence is None else confidence.float(),
+        )
+
+    def _cap(self, logits: Tensor) -> Tensor:
+        cap = self.draft.config.final_logit_softcapping
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def propose(
+        self,
+        anchors: Tensor,
+        positions: list[int],
+        rule: SamplingRule,
+        depth: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Proposal:
+        """Parallel pass and walk: draft tokens after ``anchors [R]`` at ``positions``."""
+        hidden = self.hidden(anchors, positions)
+        return self.walk(hidden[:, :depth], anchors, rule, generator)
+
+
+def _attend(step: RaggedStep, layer: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    flat = (heads.flatten(0, 1).transpose(0, 1) for heads in (query, key, value))
+    return step.attend(layer, *flat, scale).view(query.shape)

@@ -1,0 +1,270 @@
+"""How long a prefix of each draft block is verified: decided before verification, from confidences alone.
+
+    R  concurrent requests      γ  block size      B  rows (tokens) of one verification pass
+
+The functions are pure, on whatever device their tensors live: sort, cumulative sum, compare; nothing is read back.
+With ``c_k`` the probability that draft token ``k`` is accepted given that all before it were, the survival
+probability ``a_k = Π_{i≤k} c_i`` never rises along a block, so the best ``(request, k)`` pairs always form prefixes.
+
+Decoding stays lossless because whether token ``k`` is verified depends on nothing that was known only after token
+``k`` was drawn: :func:`causal_lengths` stops at the first pair that does not pay, :func:`capacity` looks at a step
+that is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dspark_train.decoding.cost import CostTable
+from dspark_train.errors import UserError
+
+Choose = Callable[[Tensor], Tensor]
+"""Confidences ``[R, γ]`` of one step to verify lengths ``[R]`` int64 in 0..γ."""
+
+# -- pure functions ---------------------------------------------------------------------------------------------
+
+
+def _ranked(survival: Tensor) -> tuple[Tensor, Tensor]:
+    """All (request, slot) pairs by falling survival: values ``[R·γ]`` and the request of each.
+
+    The sort is stable over the row-major order, so equal survivals of one request keep their slots in order.
+    """
+    values, order = survival.flatten().to(torch.float64).sort(descending=True, stable=True)
+    return values, order.div(survival.shape[1], rounding_mode="floor")
+
+
+def _throughput(survival: Tensor, ranked: Tensor, steps_per_second: Tensor) -> Tensor:
+    """Θ = τ·SPS(B) ``[R·γ + 1]`` after admitting the first 0, 1, 2, … ranked pairs."""
+    requests, pairs = survival.shape[0], ranked.numel()
+    tokens = torch.cat([ranked.new_zeros(1), ranked.cumsum(0)]) + requests
+    return tokens * steps_per_second[requests : requests + pairs + 1].to(ranked)
+
+
+def top_lengths(survival: Tensor, count: Tensor | int) -> Tensor:
+    """Prefix lengths that verify the ``count`` draft tokens most likely to survive, over all requests.
+
+    Args:
+        survival: ``[R, γ]``, never rising along a row.
+        count: how many draft tokens, 0-dim or int; more than R·γ means all.
+
+    Returns:
+        ``[R]`` int64.
+    """
+    values, request = _ranked(survival)
+    admitted = torch.arange(values.numel(), device=survival.device) < count
+    lengths = torch.zeros(survival.shape[0], dtype=torch.int64, device=survival.device)
+    return lengths.index_add_(0, request, admitted.to(torch.int64))
+
+
+def causal_lengths(survival: Tensor, steps_per_second: Tensor) -> Tensor:
+    """Hardware-aware prefix scheduler (Algorithm 1 of the paper).
+
+    Starting from one token per request, pairs are admitted by falling survival while the expected throughput
+    ``Θ = τ·SPS(B)`` strictly rises, and no further than the first that does not raise it.
+
+    Args:
+        survival: ``[R, γ]``, never rising along a row.
+        steps_per_second: ``[≥ R + R·γ + 1]``: entry ``B`` is SPS(B).
+
+    Returns:
+        ``[R]`` int64.
+    """
+    values, _ = _ranked(survival)
+    theta = _throughput(survival, values, steps_per_second)
+    rising = theta[1:] > theta[:-1]
+    return top_lengths(survival, rising.to(torch.int64).cumprod(0).sum())
+
+
+def capacity(survival: Tensor, steps_per_second: Tensor) -> Tensor:
+    """Number of draft tokens whose verification gives the most throughput: global search over the whole curve.
+
+    Not causal: a decoder may use it for a *later* step only.
+
+    Args:
+        survival: ``[R, γ]``, never rising along a row.
+        steps_per_second: ``[≥ R + R·γ + 1]``: entry ``B`` is SPS(B).
+
+    Returns:
+        0-dim int64 in 0..R·γ (the smallest, where several are best).
+    """
+    values, _ = _ranked(survival)
+    return _throughput(survival, values, steps_per_second).argmax()
+
+
+def threshold_lengths(confidence: Tensor, threshold: float) -> Tensor:
+    """Verify while every confidence so far is at least ``threshold``; 0 verifies the whole block.
+
+    Args:
+        confidence: ``[R, γ]`` conditional confidences ``c_k``.
+        threshold: in 0..1.
+
+    Returns:
+        ``[R]`` int64.
+    """
+    return (confidence >= threshold).to(torch.int64).cumprod(1).sum(1)
+
+
+# -- policies ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Verify the same number of draft tokens always.
+
+    Args:
+        length: draft tokens; None is the whole block, 0 plain decoding with a draft that is ignored.
+    """
+
+    length: int | None = None
+    needs_confidence: ClassVar[bool] = False
+
+    def depth(self, block_size: int) -> int:
+        """Draft tokens that can ever be verified: later ones need not be drawn."""
+        return block_size if self.length is None else min(self.length, block_size)
+
+    def start(self) -> Choose:
+        """Begin a run."""
+        return lambda confidence: confidence.new_full(
+            (confidence.shape[0],), self.depth(confidence.shape[1]), dtype=torch.int64
+        )
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Verify while ``c_k ≥ threshold``: the diagnostic policy, blind to load.
+
+    Args:
+        threshold: in 0..1.
+    """
+
+    threshold: float
+    needs_confidence: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise UserError(f"policy threshold {self.threshold} must lie in 0..1")
+
+    def depth(self, block_size: int) -> int:
+        """The whole block may be verified."""
+        return block_size
+
+    def start(self) -> Choose:
+        """Begin a run."""
+        return lambda confidence: threshold_lengths(confidence, self.threshold)
+
+
+class _Curves:
+    """SPS curves by number of requests, made once each."""
+
+    def __init__(self, source: CostTable | Tensor) -> None:
+        self.source = source
+        self.known: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def __call__(self, survival: Tensor) -> Tensor:
+        """SPS ``[R + R·γ + 1]`` for a step with these survivals."""
+        requests, rows = survival.shape[0], survival.shape[0] * (survival.shape[1] + 1)
+        key = (requests, rows, survival.device)
+        if key not in self.known:
+            curve = self.source
+            if isinstance(curve, CostTable):
+                curve = curve.rounds_per_second(requests, rows)
+            if curve.numel() <= rows:
+                raise UserError(
+                    f"the policy's throughput curve ends at {curve.numel() - 1} rows; {requests} requests of "
+                    f"{survival.shape[1]} draft tokens can ask for {rows}: profile up to that many rows"
+                )
+            self.known[key] = curve.to(survival.device)
+        return self.known[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """Algorithm 1: the causal hardware-aware scheduler.
+
+    Args:
+        costs: measured costs of this machine, or an SPS curve ``[B]`` over verified rows.
+    """
+
+    costs: CostTable | Tensor
+    needs_confidence: ClassVar[bool] = True
+
+    def depth(self, block_size: int) -> int:
+        """The whole block may be verified."""
+        return block_size
+
+    def start(self) -> Choose:
+        """Begin a run."""
+        curves = _Curves(self.costs)
+
+        def choose(confidence: Tensor) -> Tensor:
+            survival = confidence.cumprod(1)
+            return causal_lengths(survival, curves(survival))
+
+        return choose
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledAsync:
+    """Scheduler of production form: capacity from two steps before, spent on the current best tokens.
+
+    The first two steps, about which nothing is known yet, verify everything.
+
+    Args:
+        costs: measured costs of this machine, or an SPS curve ``[B]`` over verified rows.
+    """
+
+    costs: CostTable | Tensor
+    needs_confidence: ClassVar[bool] = True
+
+    def depth(self, block_size: int) -> int:
+        """The whole block may be verified."""
+        return block_size
+
+    def start(self) -> Choose:
+        """Begin a run."""
+        curves = _Curves(self.costs)
+        pending: deque[Tensor] = deque()
+
+        def choose(confidence: Tensor) -> Tensor:
+            survival = confidence.cumprod(1)
+            budget: Tensor | int = pending.popleft() if len(pending) == 2 else survival.numel()
+            pending.append(capacity(survival, curves(survival)))
+            return top_lengths(survival, budget)
+
+        return choose
+
+
+Policy = FixedLength | Threshold | Scheduled | ScheduledAsync
+
+
+def parse_policy(text: str, costs: CostTable | Path | None = None) -> Policy:
+    """Read a policy as the command line writes it.
+
+    Args:
+        text: ``fixed``, ``fixed:K``, ``threshold:P``, ``scheduled`` or ``asynchronous``.
+        costs: measured costs (or their file) for the schedulers.
+
+    Raises:
+        UserError: unknown policy, a bad number, or a scheduler without costs.
+    """
+    name, _, value = text.partition(":")
+    try:
+        if name == "fixed" and not (value and int(value) < 0):
+            return FixedLength(int(value) if value else None)
+        if name == "threshold" and value:
+            return Threshold(float(value))
+    except ValueError:
+        raise UserError(f"policy {text!r}: {value!r} is not a number") from None
+    if name in ("scheduled", "asynchronous") and not value:
+        if costs is None:
+            raise UserError(f"policy {text!r} needs a cost table: run `dspark-train profile` on this machine first")
+        table = CostTable.load(costs) if isinstance(costs, Path) else costs
+        return Scheduled(table) if name == "scheduled" else ScheduledAsync(table)
+    raise UserError(f"policy {text!r} is none of: fixed, fixed:K, threshold:P, scheduled, asynchronous")

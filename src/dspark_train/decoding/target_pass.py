@@ -1,0 +1,123 @@
+"""Passes of the frozen target over flat rows of many requests (letters: :mod:`dspark_train.decoding.cache`).
+
+The target stays a Hugging Face model. While a :class:`TargetPass` is open its layers call an attention function of
+this project, which keeps the keys and values in a :class:`RaggedCache`; the model itself keeps none.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from dspark_train.decoding.cache import RaggedCache, RaggedStep, RowLayout
+from dspark_train.errors import UserError
+from dspark_train.target.frozen import FrozenTarget
+
+ATTENTION = "dspark_ragged"
+"""Name under which the attention function is registered with Hugging Face."""
+
+_UNSUPPORTED = ("s_aux", "sinks")
+"""Arguments of attentions that the ragged form does not compute."""
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    ragged: RaggedStep | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the calling convention of Hugging Face layers.
+
+    Args:
+        module: attention module; its ``layer_idx`` names the buffers.
+        query: ``[1, H, S, h]``.
+        key: ``[1, K, S, h]``.
+        value: ``[1, K, S, h]``.
+        attention_mask: none is built for this attention.
+        ragged: the pass, handed through the model's keyword arguments.
+        scaling: factor of the scores; None is ``h ** -0.5``.
+        sliding_window: positions that a row sees; None is all.
+        softcap: of the scores.
+        kwargs: whatever else the model hands over.
+
+    Returns:
+        ``[1, S, H, h]``, and no weights.
+    """
+    if ragged is None:
+        raise UserError(
+            f"{type(module).__name__} does not hand keyword arguments to its attention: this target's code cannot be "
+            "decoded here"
+        )
+    if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
+        raise UserError(f"{type(module).__name__} uses attention sinks, which this decoder does not compute")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    mixed = ragged.attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap)
+    return mixed[None], None
+
+
+AttentionInterface.register(ATTENTION, ragged_attention)
+
+
+class TargetPass:
+    """The target with a ragged cache of its own; a context manager that leaves the model as it was.
+
+    Not an inference session: whoever owns it says which rows go where.
+    """
+
+    def __init__(self, target: FrozenTarget, slots: int, length: int, features: bool) -> None:
+        """Prepare.
+
+        Args:
+            target: frozen target.
+            slots: requests that fit at once.
+            length: positions that fit in each.
+            features: whether tapped layers are collected (plain decoding needs none).
+        """
+        self.target = target
+        self.cache = RaggedCache(slots, length)
+        self._features = features
+        self._tapped: dict[int, Tensor] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        config = self.target.decoder.config
+        before = config._attn_implementation
+        config._attn_implementation = ATTENTION
+        self._stack.callback(setattr, config, "_attn_implementation", before)
+        if self._features:
+            self._tapped = self._stack.enter_context(self.target.tap())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __call__(self, ids: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor | None]:
+        """Run new rows.
+
+        Args:
+            ids: ``[S]`` int64 tokens.
+            layout: where they belong.
+
+        Returns:
+            Last hidden states ``[S, d]`` and, where collected, features ``[S, m·d]``.
+        """
+        output = self.target.decoder(
+            input_ids=ids[None],
+            position_ids=layout.position[None],
+            use_cache=False,
+            ragged=RaggedStep(self.cache, layout),
+        )
+        features = self.target.concatenate(self._tapped)[0] if self._features else None
+        return output.last_hidden_state[0], features
