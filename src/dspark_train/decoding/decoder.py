@@ -214,6 +214,16 @@ class Decoder:
             made.append(_Request(index, ids, room, stops[index]))
         return made
 
+    def start(self, slots: int, length: int, seed: int) -> ActiveRun:
+        """Begin a run; a decoder that proposes in another way than by a draft starts another kind of run.
+
+        Args:
+            slots: requests decoded at once.
+            length: positions of the longest request.
+            seed: of the sampling.
+        """
+        return ActiveRun(self, slots, length, seed)
+
     @torch.inference_mode()
     def run(
         self, requests: Sequence[_Request], *, batch_size: int = 1, seed: int = 0, domains: Sequence[str] = ()
@@ -223,7 +233,7 @@ class Decoder:
             raise UserError(f"batch_size {batch_size} must be at least 1")
         length = max((len(r.prompt) + r.limit for r in requests), default=1)
         slots = max(1, min(batch_size, len(requests)))
-        run = _Run(self, slots, length, seed)
+        run = self.start(slots, length, seed)
         started = time.perf_counter()
         with run.target:
             waiting = deque(requests)
@@ -246,7 +256,7 @@ class Decoder:
         )
 
 
-class _Run:
+class ActiveRun:
     """One run of a decoder: caches, active requests, rounds."""
 
     def __init__(self, decoder: Decoder, slots: int, length: int, seed: int) -> None:
