@@ -30,7 +30,9 @@ def build(tokens: TokenBatch, num_anchors: int, block_size: int, epoch: int = 0)
 
 @given(st.lists(masks, min_size=1, max_size=4), st.integers(1, 6), st.integers(1, 5), st.integers(-1, 3))
 @settings(max_examples=200, deadline=None)
-def test_blocks_against_a_plain_loop(masks_: list[list[bool]], num_anchors: int, block_size: int, epoch: int) -> None:
+def test_blocks_against_a_plain_loop(
+    masks_: list[list[bool]], num_anchors: int, block_size: int, epoch: int
+) -> None:
     tokens = batch_of(masks_, list(range(len(masks_))))
     blocks = build(tokens, num_anchors, block_size, epoch)
     expected = 0
@@ -58,11 +60,19 @@ def test_blocks_against_a_plain_loop(masks_: list[list[bool]], num_anchors: int,
 
 @given(masks, st.integers(1, 5), st.integers(1, 5), st.integers(-1, 5))
 @settings(max_examples=100, deadline=None)
-def test_weight_is_known_without_the_batch(mask: list[bool], num_anchors: int, block_size: int, epoch: int) -> None:
+def test_weight_is_known_without_the_batch(
+    mask: list[bool], num_anchors: int, block_size: int, epoch: int
+) -> None:
     blocks = build(batch_of([mask], [7]), num_anchors, block_size, epoch)
     direct = (blocks.supervised * slot_weights(block_size, 4.0)).double().sum()
     alone = sample_weight(
-        np.array(mask), num_anchors=num_anchors, block_size=block_size, decay=4.0, seed=3, epoch=epoch, sample_id=7
+        np.array(mask),
+        num_anchors=num_anchors,
+        block_size=block_size,
+        decay=4.0,
+        seed=3,
+        epoch=epoch,
+        sample_id=7,
     )
     assert abs(float(direct) - alone) < 1e-5
 

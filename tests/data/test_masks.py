@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -343,11 +344,11 @@ def test_supervised_text_over_random_conversations(
         return
     found = texts(examples, tokenizer)
     assert not any(reason.startswith("turn unsupervised") for reason in build.counts)
-    assert len(found) >= len(expected) - (0 if shape.joint else alone)
-    if shape.joint is None:
-        found, expected = sorted(found), sorted(expected)
-    remaining = iter(expected)
-    assert all(text in remaining for text in found)  # in order, each exactly once
+    assert len(found) >= len(expected) - alone  # a turn of one token in an example of its own has no anchor
+    assert not Counter(found) - Counter(expected)
+    if build.counts.keys() <= {"turns cut into examples of their own"}:
+        remaining = iter(expected)
+        assert all(text in remaining for text in found)  # in order
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -356,9 +357,12 @@ def test_supervised_text_of_sentencepiece_like_tokens(
     encoder: Any, asked: list[str], answer: list[str]
 ) -> None:
     build, tokenizer = encoder("boundary_in_token_sentencepiece")
-    said = "".join(answer)
+    said = "".join(answer).replace("▁", "")  # to this kind of tokenizer the same as a space
     try:
         [example] = build.encode(Conversation("c", [user("".join(asked)), assistant(said)]))
+    except DroppedConversation:
+        assert said == ""
+        return
     except BadConversation:
         assert build.counts["turn unsupervised: its boundary falls inside a token"]
         return
