@@ -3,9 +3,10 @@
 usage: python data_prep/quickstart/answer.py --url http://127.0.0.1:8000 --out conversations.jsonl
 
 The server (vLLM) applies the target's chat template and returns the exact token ids of prompt and answer.
-Each finished request is appended to --out as one line and flushed; a second call skips the ids already there, so
-an interrupted run continues where it stopped. At the end the file is rewritten in the order of the prompts.
-Output fields: id, domain, split, messages, prompt_ids, answer_ids (end token included where `finished`), finished.
+Each finished request is appended to --out as one line and flushed; a second call skips the ids already
+there, so an interrupted run continues where it stopped. At the end the file is rewritten in the order of the
+prompts. Fields: id, domain, split, messages, prompt_ids, answer_ids (end token included where `finished`: the
+model ended by itself, within MAX_TOKENS), finished.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from prompts import Prompt, generate_prompts  # noqa: E402
+from prompts import Prompt, generate_prompts
 
 TEMPERATURE = 0.2  # the model card's recommended sampling
 TOP_P = 0.9
@@ -104,7 +105,7 @@ def in_flight(
 
 
 def write_in_order(path: Path, prompts: list[Prompt], rows: dict[str, dict[str, Any]]) -> None:
-    """Rewrite `path` with one row per prompt, in the prompts' order; rows of no present prompt are left out."""
+    """Rewrite `path` with one row per prompt, in the prompts' order; rows of other prompts are left out."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for prompt in prompts:
@@ -114,9 +115,13 @@ def write_in_order(path: Path, prompts: list[Prompt], rows: dict[str, dict[str, 
 
 def main() -> None:
     """Answer every prompt that has no row yet, then put the file in order."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1")
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="the name the server serves the target by")
+    parser.add_argument(
+        "--model", default="SmolLM2-135M-Instruct", help="the name the server serves the target by"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     parser.add_argument("--concurrency", type=int, default=96, help="requests in flight")
     args = parser.parse_args()
