@@ -44,7 +44,9 @@ def load_golden(head: str) -> Golden:
     masks = tensors["loss_mask"].bool().numpy()
     counts = torch.cat(
         [
-            torch.from_numpy(supervised_slots(masks[row], anchor[sequence == row].numpy(), draft.config.block_size))
+            torch.from_numpy(
+                supervised_slots(masks[row], anchor[sequence == row].numpy(), draft.config.block_size)
+            )
             for row in range(len(masks))
         ]
     )

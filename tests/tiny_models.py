@@ -55,14 +55,23 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-def tiny_target(family: str = "llama", layer_ids: tuple[int, ...] = (0, 1, 2), seed: int = 0, **kw: Any) -> FrozenTarget:
+def tiny_target(
+    family: str = "llama", layer_ids: tuple[int, ...] = (0, 1, 2), seed: int = 0, **kw: Any
+) -> FrozenTarget:
     """A frozen tiny target."""
     return FrozenTarget(tiny_model(family, seed, **kw), list(layer_ids), name=f"tiny-{family}")
 
 
-def tiny_draft(target: FrozenTarget, seed: int = 0, token_ids: torch.Tensor | None = None, **recipe: Any) -> DSparkDraft:
+def tiny_draft(
+    target: FrozenTarget, seed: int = 0, token_ids: torch.Tensor | None = None, **recipe: Any
+) -> DSparkDraft:
     """A random draft for a tiny target, with a sequential head that is not zero."""
-    choices: dict[str, Any] = {"num_layers": 2, "block_size": 4, "markov_rank": 8, "mask_token_id": 96} | recipe
+    choices: dict[str, Any] = {
+        "num_layers": 2,
+        "block_size": 4,
+        "markov_rank": 8,
+        "mask_token_id": 96,
+    } | recipe
     if choices.get("head") == "none":
         choices["markov_rank"], choices["confidence_with_markov"] = 0, False
     config = build_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -24,23 +25,50 @@ class Command:
 
 
 COMMANDS = {
-    "prepare": Command("dspark_train.data.commands:prepare", "prompts or chats to a training set with exact masks", "Data"),
-    "plan": Command("dspark_train.training.plan:plan", "what a recipe will need, from configs alone", "Training"),
+    "prepare": Command(
+        "dspark_train.data.commands:prepare", "prompts or chats to a training set with exact masks", "Data"
+    ),
+    "plan": Command(
+        "dspark_train.training.plan:plan", "what a recipe will need, from configs alone", "Training"
+    ),
     "fit": Command("dspark_train.fit:main", "train a draft; then calibrate, decode and report", "Training"),
-    "validate": Command("dspark_train.fit:main", "the training metrics on held-out conversations", "Training"),
-    "calibrate": Command("dspark_train.decoding.calibrate_command:calibrate", "fit the temperatures of a run", "A run"),
+    "validate": Command(
+        "dspark_train.fit:main", "the training metrics on held-out conversations", "Training"
+    ),
+    "calibrate": Command(
+        "dspark_train.decoding.calibrate_command:calibrate", "fit the temperatures of a run", "A run"
+    ),
     "decode": Command("dspark_train.decoding.commands:decode", "plain against speculative decoding", "A run"),
-    "export": Command("dspark_train.interchange.commands:export", "write the draft for vLLM or SGLang", "A run"),
-    "report": Command("dspark_train.evaluation.commands:report", "one HTML page about one or more runs", "A run"),
-    "evaluate": Command("dspark_train.evaluation.commands:evaluate", "accepted length and speedup by suite", "Studies"),
-    "ablate": Command("dspark_train.evaluation.commands:ablate", "train a small grid of recipes and compare", "Studies"),
-    "profile": Command("dspark_train.decoding.commands:profile", "time target steps against batch size", "Studies"),
-    "studies": Command("dspark_train.decoding.study_commands:studies", "threshold sweep, acceptance, reliability", "Studies"),
-    "simulate": Command("dspark_train.decoding.study_commands:simulate", "throughput under load, by policy", "Studies"),
-    "import": Command("dspark_train.interchange.commands:import_draft", "read a draft made elsewhere", "Exchange"),
-    "serve-check": Command("dspark_train.interchange.commands:serve_check", "measured against served acceptance", "Exchange"),
+    "export": Command(
+        "dspark_train.interchange.commands:export", "write the draft for vLLM or SGLang", "A run"
+    ),
+    "report": Command(
+        "dspark_train.evaluation.commands:report", "one HTML page about one or more runs", "A run"
+    ),
+    "evaluate": Command(
+        "dspark_train.evaluation.commands:evaluate", "accepted length and speedup by suite", "Studies"
+    ),
+    "ablate": Command(
+        "dspark_train.evaluation.commands:ablate", "train a small grid of recipes and compare", "Studies"
+    ),
+    "profile": Command(
+        "dspark_train.decoding.commands:profile", "time target steps against batch size", "Studies"
+    ),
+    "studies": Command(
+        "dspark_train.decoding.study_commands:studies", "threshold sweep, acceptance, reliability", "Studies"
+    ),
+    "simulate": Command(
+        "dspark_train.decoding.study_commands:simulate", "throughput under load, by policy", "Studies"
+    ),
+    "import": Command(
+        "dspark_train.interchange.commands:import_draft", "read a draft made elsewhere", "Exchange"
+    ),
+    "serve-check": Command(
+        "dspark_train.interchange.commands:serve_check", "measured against served acceptance", "Exchange"
+    ),
 }
 """Every command, in the order of the help."""
+
 
 def resolve(command: Command) -> Callable[..., Any]:
     """Import the function behind a command."""
@@ -58,7 +86,9 @@ def usage() -> str:
     groups = dict.fromkeys(command.group for command in COMMANDS.values())
     for group in groups:
         lines += ["", f"{group}:"]
-        lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items() if command.group == group]
+        lines += [
+            f"  {name:<12} {command.summary}" for name, command in COMMANDS.items() if command.group == group
+        ]
     lines += ["", "Start with:  python -m dspark_train fit --config configs/quickstart.yaml"]
     return "\n".join(lines)
 
@@ -106,6 +136,14 @@ def main() -> None:
         run(sys.argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(
+            f"error: the disk is full{where}: free some space and run the same command again", file=sys.stderr
+        )
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

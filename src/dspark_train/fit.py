@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from datasets.utils.logging import disable_progress_bar
+from huggingface_hub import utils as hub_progress
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -17,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
+from dspark_train.interchange.importing import warm_start
 from dspark_train.parsing import STRICT, explain
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import has_fast_bfloat16
@@ -53,7 +58,9 @@ class DSparkCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Only what this project has a meaning for."""
-        return {name: skip for name, skip in LightningCLI.subcommands().items() if name in ("fit", "validate")}
+        return {
+            name: skip for name, skip in LightningCLI.subcommands().items() if name in ("fit", "validate")
+        }
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse what does not fit in one line."""
@@ -84,6 +91,7 @@ class DSparkCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """The accumulation follows from the global batch and the number of ranks."""
+        self.model.outside["warm_start"] = warm_start
         self.trainer.accumulate_grad_batches = self.datamodule.accumulation(self.trainer.world_size)
 
     def after_fit(self) -> None:
@@ -97,7 +105,7 @@ def automatic_precision(accelerator: str) -> str:
     return "bf16-mixed" if has_fast_bfloat16(torch.device("cuda" if on_gpu else "cpu")) else "32-true"
 
 
-def finish(trainer: Trainer, module: LightningModule, config: Namespace) -> None:
+def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     """Export what was trained, and run the stages after training on rank zero."""
     folder = Path(trainer.default_root_dir)
     draft, target = module.draft, module.target
@@ -117,12 +125,24 @@ def run_stages(folder: Path, stages: list[Stage]) -> None:
         update_run(folder, wall_seconds={stage: round(time.monotonic() - begun, 1)})
 
 
+def quiet() -> None:
+    """Keep notices of other libraries, which the user can do nothing about, off the terminal."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for module in (r"lightning\.", r"torch\.", r"deepspeed\."):
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=module)
+    disable_progress_bar()
+    hub_progress.disable_progress_bars()
+
+
 def main(arguments: ArgsType) -> None:
     """Run ``fit`` or ``validate``.
 
     Args:
         arguments: command line, subcommand first.
     """
+    quiet()
     DSparkCLI(
         DSparkModule,
         DSparkDataModule,

@@ -25,7 +25,9 @@ def explain(error: argparse.ArgumentError, parser: jsonargparse.ArgumentParser) 
     """Turn a parser's complaint into one line that names the key, the value, and the nearest valid key."""
     text = " ".join(str(error).split())
     keys = valid_keys(parser)
-    unknown = re.search(r"does not accept (?:option|nested key) '([^']+)'|Key '([^']+)' is not expected", text)
+    unknown = re.search(
+        r"does not accept (?:option|nested key) '([^']+)'|Key '([^']+)' is not expected", text
+    )
     flag = re.search(r"[Uu]nrecognized arguments: --([\w.+-]+)", text)
     if unknown or flag:
         key = next(part for part in (*(unknown.groups() if unknown else ()), flag and flag.group(1)) if part)

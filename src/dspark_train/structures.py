@@ -184,7 +184,9 @@ class DecodingTrace(TensorStruct):
             fields: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
         return cls(
-            **fields, temperature=float(metadata["temperature"]), domains=tuple(json.loads(metadata["domains"]))
+            **fields,
+            temperature=float(metadata["temperature"]),
+            domains=tuple(json.loads(metadata["domains"])),
         )
 
     @classmethod
@@ -192,7 +194,8 @@ class DecodingTrace(TensorStruct):
         """Join traces of one draft at one temperature; requests are renumbered in order."""
         if not traces:
             raise ValueError("concatenate needs at least one trace")
-        offset, requests, domains = 0, [], []
+        offset, requests = 0, []
+        domains: list[str] = []
         for trace in traces:
             requests.append(trace.request + offset)
             count = len(trace.domains) or (int(trace.request.max()) + 1 if trace.request.numel() else 0)
@@ -200,4 +203,6 @@ class DecodingTrace(TensorStruct):
             domains.extend(trace.domains)
         names = ("anchor", "proposed", "confidence_logits", "verify_length", "accepted", "committed")
         joined = {name: torch.cat([getattr(trace, name) for trace in traces]) for name in names}
-        return cls(request=torch.cat(requests), temperature=traces[0].temperature, domains=tuple(domains), **joined)
+        return cls(
+            request=torch.cat(requests), temperature=traces[0].temperature, domains=tuple(domains), **joined
+        )

@@ -71,7 +71,9 @@ def test_losses_and_gradients(head: str, form: str) -> None:
         assert float((weights * value).sum().detach() / total) == pytest.approx(expected[name], rel=LOSS)
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=LOSS)
     loss.backward()
-    trained = {name: parameter.grad for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter.grad for name, parameter in draft.named_parameters() if parameter.requires_grad
+    }
     assert set(trained) == set(golden.gradients)
     for name, gradient in trained.items():
         reference = golden.gradients[name]

@@ -24,7 +24,9 @@ def full_batch(target, batch: int = 2, length: int = 12, num_anchors: int = 99) 
     mask = torch.ones(batch, length, dtype=torch.bool)
     mask[:, :2] = False
     tokens = TokenBatch(ids, torch.full((batch,), length), mask, torch.arange(batch))
-    return tokens, build_blocks(tokens, num_anchors=num_anchors, block_size=4, mask_token_id=96, seed=0, epoch=0)
+    return tokens, build_blocks(
+        tokens, num_anchors=num_anchors, block_size=4, mask_token_id=96, seed=0, epoch=0
+    )
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -62,7 +64,11 @@ def test_changing_one_block_changes_no_other(head: str) -> None:
 
 
 @given(
-    st.integers(1, 3), st.integers(1, 9), st.integers(0, 5), st.integers(1, 4), st.sampled_from([(4, 4), (4, 2), (6, 1)])
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(0, 5),
+    st.integers(1, 4),
+    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
 )
 @settings(max_examples=40, deadline=None)
 def test_block_attention_against_a_dense_oracle(

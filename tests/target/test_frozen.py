@@ -112,4 +112,6 @@ def test_folder_errors(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     loaded = FrozenTarget.load(TargetConfig(name_or_path=str(tmp_path), layer_ids=[0, 1], dtype="float32"))
     ids = torch.tensor([[4, 5, 6]])
-    torch.testing.assert_close(loaded.states(ids).last_hidden, FrozenTarget(model, [0, 1]).states(ids).last_hidden)
+    torch.testing.assert_close(
+        loaded.states(ids).last_hidden, FrozenTarget(model, [0, 1]).states(ids).last_hidden
+    )

@@ -7,8 +7,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny_models import tiny_target
 from tiny_data import tiny_conversations, tiny_tokenizer, write_rows
+from tiny_models import tiny_target
 
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe

@@ -1,0 +1,1 @@
+"""Lossless speculative decoding, verification policies, studies of load."""

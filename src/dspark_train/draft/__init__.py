@@ -1,0 +1,1 @@
+"""The DSpark draft: one model for all targets."""

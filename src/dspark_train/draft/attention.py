@@ -95,7 +95,9 @@ def block_attention(
     mixed = mixed.view(batch, kv_heads, groups, width, slots, size).permute(0, 3, 4, 1, 2, 5)
     mixed = mixed.reshape(batch * width, slots, heads, size)[layout.slot]
 
-    own_weights = own_weights.permute(0, 3, 1, 2, 4, 5).reshape(batch * width, kv_heads, groups * slots, slots)
+    own_weights = own_weights.permute(0, 3, 1, 2, 4, 5).reshape(
+        batch * width, kv_heads, groups * slots, slots
+    )
     own_mixed = own_weights[layout.slot] @ block_value.permute(0, 2, 1, 3)
     own_mixed = own_mixed.view(count, kv_heads, groups, slots, size).permute(0, 3, 1, 2, 4)
     return mixed + own_mixed.reshape(count, slots, heads, size)

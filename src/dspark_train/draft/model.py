@@ -44,10 +44,11 @@ class DSparkDraft(PreTrainedModel):
     """
 
     config: DSparkConfig
+    layers: Any
     config_class = DSparkConfig
     base_model_prefix = ""
     main_input_name = "features"
-    _no_split_modules: ClassVar[list[str]] = ["DraftLayer"]
+    _no_split_modules = ["DraftLayer"]  # noqa: RUF012 (the base class declares it)
     _supports_sdpa = True
 
     def __init__(
@@ -114,7 +115,7 @@ class DSparkDraft(PreTrainedModel):
     def _freeze_copies(self) -> None:
         for name in ("embed_tokens", "lm_head"):
             if name in self._modules:
-                self._modules[name].requires_grad_(False)  # type: ignore[union-attr]
+                self._modules[name].requires_grad_(False)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -274,10 +275,14 @@ class DSparkDraft(PreTrainedModel):
             if not (folder / name).is_file():
                 raise UserError(f"{folder} holds no draft: {name} is missing")
         try:
-            model, info = cls.from_pretrained(folder, output_loading_info=True, local_files_only=True, **kwargs)
+            model, info = cls.from_pretrained(
+                folder, output_loading_info=True, local_files_only=True, **kwargs
+            )
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0]
-            raise UserError(f"the draft in {folder} cannot be read (truncated or foreign?): {first_line}") from error
+            raise UserError(
+                f"the draft in {folder} cannot be read (truncated or foreign?): {first_line}"
+            ) from error
         except Exception as error:
             if type(error).__name__ == "SafetensorError":
                 raise UserError(f"the weights in {folder} are damaged or truncated: {error}") from error

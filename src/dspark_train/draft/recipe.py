@@ -58,7 +58,9 @@ def rope_parameters(target: Any) -> dict[str, Any]:
         rope = dict(rope["full_attention"])
     rope.setdefault("rope_type", "default")
     if "rope_theta" not in rope:
-        raise UserError(f"the target's config ({target.model_type}) names no rope_theta: its positions are not rotary")
+        raise UserError(
+            f"the target's config ({target.model_type}) names no rope_theta: its positions are not rotary"
+        )
     return rope
 
 
@@ -96,7 +98,9 @@ def build_config(
         num_attention_heads=heads,
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
-        hidden_act=getattr(target, "hidden_act", None) or getattr(target, "hidden_activation", None) or "silu",
+        hidden_act=getattr(target, "hidden_act", None)
+        or getattr(target, "hidden_activation", None)
+        or "silu",
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope_parameters=rope_parameters(target),
@@ -144,7 +148,12 @@ def choose_mask_token(tokenizer: Any, vocab_size: int) -> int:
         if len(tokenizer) < vocab_size:
             return len(tokenizer)
         template = str(tokenizer.chat_template or "")
-        used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+        used = {
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+            tokenizer.unk_token_id,
+        }
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
             if token.special and token_id not in used and token.content not in template:
                 return int(token_id)

@@ -1,0 +1,1 @@
+"""The frozen target: any Hugging Face causal language model."""

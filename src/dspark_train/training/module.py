@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.objective import fused_objective
 from dspark_train.training.optimizer import OptimizerConfig, build_optimizer
+from dspark_train.training.strategy import loss_scale
 from dspark_train.training.terms import (
     ObjectiveConfig,
     ObjectiveMetrics,
@@ -60,8 +62,9 @@ class DSparkModule(LightningModule):
         super().__init__()
         self.target_config, self.recipe = target, draft
         self.objective, self.optimizer_config, self.init_from = objective, optimizer, init_from
-        self.draft: DSparkDraft | None = None  # type: ignore[assignment]
+        self.draft: Any = None
         self.strict_loading = True
+        # "warm_start" among them reads other projects' checkpoints; the command line, which knows of both, sets it
         # outside the module tree on purpose: neither parameters, nor checkpoints, nor shards
         self.outside: dict[str, Any] = {}
 
@@ -111,16 +114,16 @@ class DSparkModule(LightningModule):
         self.draft = DSparkDraft(config, target=self.target, draft_token_ids=token_ids)
         initialise(self.draft, self.recipe, self.target)
         if self.init_from:
-            from dspark_train.training.warm_start import apply_warm_start
-
-            apply_warm_start(self.draft, self.init_from)
+            self.outside["warm_start"](self.draft, Path(self.init_from))
 
     def _draft_vocabulary(self) -> Tensor | None:
         if self.recipe.vocab_size is None and self.recipe.vocab_coverage is None:
             return None
         data = getattr(self._trainer, "datamodule", None)
         if data is None:
-            raise UserError("draft.vocab_size and draft.vocab_coverage need the training data: run under a trainer")
+            raise UserError(
+                "draft.vocab_size and draft.vocab_coverage need the training data: run under a trainer"
+            )
         counts = answer_token_counts(data.store(data.train_split), self.target.vocab_size)
         return choose_vocabulary(counts, self.recipe.vocab_size, self.recipe.vocab_coverage)
 
@@ -145,6 +148,13 @@ class DSparkModule(LightningModule):
             return cache.states(prepared.batch.tokens, self.device)
         return self.target.states(prepared.batch.tokens.input_ids)
 
+    def normalisers(self, prepared: PreparedBatch) -> Tensor | None:
+        """Log-sum-exp of the target's logits at the rows' positions ``[P]``, where the feature cache knows it."""
+        cache = self.outside.get("feature_cache")
+        if cache is None:
+            return None
+        return cache.logsumexp(prepared.batch.tokens, self.device).flatten()[prepared.rows.position]
+
     def compute(self, prepared: PreparedBatch) -> tuple[Tensor, ObjectiveTerms]:
         """Loss of a batch over its global denominator (differentiable), and its detached sums."""
         batch, rows, config = prepared.batch, prepared.rows, self.objective
@@ -166,9 +176,7 @@ class DSparkModule(LightningModule):
             tv_coef=config.tv,
             softcap=self.target.logit_softcap,
             draft_token_ids=self.draft.draft_token_ids,
-            target_logsumexp=None
-            if cache is None
-            else cache.logsumexp(batch.tokens, self.device).flatten()[rows.position],
+            target_logsumexp=self.normalisers(prepared),
             memory_budget_bytes=config.memory_budget_mib * 2**20,
         )
         confidence = confidence_rows(output, rows, sums.accept)
@@ -179,7 +187,7 @@ class DSparkModule(LightningModule):
         """One micro-batch. Strategies average over ranks and accumulation; the true gradient is the sum."""
         loss, terms = self.compute(prepared)
         self.metrics("train").update(terms)
-        return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+        return loss * loss_scale(self.trainer)
 
     def validation_step(self, prepared: PreparedBatch, batch_idx: int) -> None:
         """The same terms on held-out conversations, with fixed anchors."""
@@ -188,7 +196,7 @@ class DSparkModule(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Divide and log the sums of the steps since the last logging step."""
-        step, every = self.trainer.global_step, self.trainer.log_every_n_steps
+        step, every = self.trainer.global_step, self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step % every == 0 and step != self.outside.get("logged_step", 0):
             self.outside["logged_step"] = step
             self._log("train")

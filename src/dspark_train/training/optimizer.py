@@ -43,7 +43,11 @@ class MuonAdamW(Optimizer):
     """
 
     def __init__(
-        self, matrices: Iterable[Tensor], others: Iterable[Tensor], muon: dict[str, Any], adamw: dict[str, Any]
+        self,
+        matrices: Iterable[Tensor],
+        others: Iterable[Tensor],
+        muon: dict[str, Any],
+        adamw: dict[str, Any],
     ) -> None:
         self.parts: list[Optimizer] = [Muon(list(matrices), **muon), AdamW(list(others), **adamw)]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
@@ -94,7 +98,9 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and (name.startswith("layers.") or name.startswith("fc."))
 
 
-def build_optimizer(config: OptimizerConfig, module: nn.Module, total_steps: int) -> tuple[Optimizer, LambdaLR]:
+def build_optimizer(
+    config: OptimizerConfig, module: nn.Module, total_steps: int
+) -> tuple[Optimizer, LambdaLR]:
     """Optimiser and per-step schedule over the trained parameters of ``module``.
 
     Args:
@@ -118,5 +124,5 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module, total_steps: int
     else:
         optimizer = AdamW([parameter for _, parameter in named], fused=True, **adamw)
         # a fused step would also unscale fp16 gradients, so Lightning refuses to clip before it; nothing here is scaled
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = False
     return optimizer, LambdaLR(optimizer, schedule(total_steps, config.warmup))

@@ -60,12 +60,16 @@ def open_run(config: RunConfig, resolved: dict[str, Any]) -> Path | None:
     text = yaml.safe_dump(resolved, sort_keys=False)
     if folder.exists() and config.overwrite:
         if not (folder / "config.yaml").is_file() and any(folder.iterdir()):
-            raise UserError(f"run.overwrite: {folder} holds no config.yaml, so it is no run of this tool; not deleted")
+            raise UserError(
+                f"run.overwrite: {folder} holds no config.yaml, so it is no run of this tool; not deleted"
+            )
         shutil.rmtree(folder)
     resume = None
     if folder.exists() and any(folder.iterdir()):
         previous = folder / "config.yaml"
-        finished = (folder / "run.json").is_file() and json.loads((folder / "run.json").read_text()).get("finished")
+        finished = (folder / "run.json").is_file() and json.loads((folder / "run.json").read_text()).get(
+            "finished"
+        )
         if not previous.is_file() or finished:
             what = "a finished run" if finished else "files that are no run"
             raise UserError(
@@ -87,7 +91,11 @@ def open_run(config: RunConfig, resolved: dict[str, Any]) -> Path | None:
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
-        return [name for key in keys for name in _differences(old.get(key), new.get(key), f"{path}.{key}".strip("."))]
+        return [
+            name
+            for key in keys
+            for name in _differences(old.get(key), new.get(key), f"{path}.{key}".strip("."))
+        ]
     return [] if old == new else [path or "everything"]
 
 
@@ -171,11 +179,14 @@ def load_run(run: Path, dtype: Literal["auto", "bfloat16", "float32"] | None = N
     """
     config = read_config(run)
     if not (run / "draft" / "config.json").is_file():
-        raise UserError(f"{run} holds no exported draft ({run / 'draft'}): finish `fit`, or run `export {run}`")
+        raise UserError(
+            f"{run} holds no exported draft ({run / 'draft'}): finish `fit`, or run `export {run}`"
+        )
     settings = TargetConfig(**config["target"])
     if dtype is not None:
         settings.dtype = dtype
     target = FrozenTarget.load(settings)
-    draft = DSparkDraft.load(run / "draft", dtype=target.dtype).to(target.device).eval()
+    draft: Any = DSparkDraft.load(run / "draft", dtype=target.dtype)
+    draft.to(target.device).eval()
     draft.borrow(target)
     return Run(run, config, target, draft, data_module(config, target))

@@ -153,6 +153,17 @@ class ObjectiveMetrics(Metric):
     """Adds :class:`ObjectiveTerms` up over batches and ranks, and divides once, in :meth:`compute`."""
 
     full_state_update = False
+    weight: Tensor
+    ce: Tensor
+    tv: Tensor
+    confidence: Tensor
+    slots: Tensor
+    accept: Tensor
+    blocks: Tensor
+    survival: Tensor
+    confidence_error: Tensor
+    confidence_bias: Tensor
+    survival_bias: Tensor
 
     def __init__(self, block_size: int, objective: ObjectiveConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -171,9 +182,10 @@ class ObjectiveMetrics(Metric):
         """Return means by name: losses, expected τ, mean confidence error, biases, ``c*`` per position."""
         weight, slots = self.weight.clamp(min=1e-12), self.slots.sum().clamp(min=1)
         ce, tv, confidence = self.ce / weight, self.tv / weight, self.confidence / weight
-        terms = self.objective
-        result = {
-            "loss": terms.ce * ce + terms.tv * tv + terms.confidence * confidence,
+        coefficients = self.objective
+        loss = coefficients.ce * ce + coefficients.tv * tv + coefficients.confidence * confidence
+        result: dict[str, Tensor] = {
+            "loss": loss,
             "ce": ce,
             "tv": tv,
             "tau": 1 + self.survival / self.blocks.clamp(min=1),
