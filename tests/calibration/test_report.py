@@ -91,6 +91,14 @@ def test_calibration_file_of_a_result(result, tmp_path):
     assert loaded.num_samples == 6000
 
 
+def test_noise_is_what_honest_confidences_show(trace):
+    """The predicted floor agrees with the mean ECE of many small honest samples."""
+    samples = [measure_reliability(trace(400, [1.0, 1.0], seed)) for seed in range(40)]
+    for position in range(2):
+        shown = sum(sample.ece[position] for sample in samples) / len(samples)
+        assert samples[0].noise[position] == pytest.approx(shown, rel=0.12)
+
+
 def test_traces_that_do_not_belong_together(trace):
     with pytest.raises(UserError, match="one temperature"):
         calibrate_traces(trace(5, [1.0], 1, sampling=0.0), trace(5, [1.0], 2, sampling=1.0))
@@ -101,7 +109,7 @@ def test_traces_that_do_not_belong_together(trace):
 
 
 def test_plot_is_drawn(result, tmp_path):
-    plot_reliability(tmp_path / "reliability.png", result)
+    plot_reliability(tmp_path / "reliability.png", result.temperatures, result.heldout, 1.0)
     assert (tmp_path / "reliability.png").stat().st_size > 10_000
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_the_scheduler_gives_up_verification_as_load_grows_and_never_loses_to_it
     budgets = []
     for requests in (1, 16, 128, 512):
         point = simulate_point(trace, costs, scheduled, requests)
-        budgets.append(point.verified)
+        budgets.append(point.verified_per_request)
         for other in (NamedPolicy("plain", None), NamedPolicy("fixed", FixedLength())):
             rival = simulate_point(trace, costs, other, requests)
             assert point.throughput > 0.97 * rival.throughput
@@ -142,7 +143,7 @@ def test_the_scheduler_gives_up_verification_as_load_grows_and_never_loses_to_it
 def test_temperatures_reach_the_policy():
     policy = NamedPolicy("threshold", Threshold(0.6))
     flat = simulate_point(record(), linear(), policy, 4, temperatures=[1000.0] * GAMMA)
-    assert flat.verified == 0
+    assert flat.verified_per_request == 0
     assert flat.tau == 1
     assert flat.acceptance_rate is None
 
@@ -166,10 +167,17 @@ def test_rows_beyond_the_table_are_marked():
 def test_json_has_one_entry_per_policy():
     points = simulate(record(), linear(), standard_policies(linear(), GAMMA, 0.5), (1, 2), steps=5)
     content = points_to_json(points)
-    assert [entry["policy"] for entry in content] == [
-        "plain", "one draft token", "fixed 4", "threshold 0.5", "scheduled", "asynchronous",
-    ]  # fmt: skip
-    assert all(entry["requests"] == [1, 2] and len(entry["throughput"]) == 2 for entry in content)
+    assert list(content) == [
+        "plain",
+        "one draft token",
+        "fixed 4",
+        "threshold 0.5",
+        "scheduled",
+        "asynchronous",
+    ]
+    assert all([point["requests"] for point in content[name]] == [1, 2] for name in content)
+    assert content["plain"][0]["acceptance_rate"] is None
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
 
 
 def test_bad_requests_and_traces():

@@ -34,6 +34,13 @@ def test_sweep_by_hand():
     assert chat.acceptance_rate == [1 / 6, 1 / 2, None]
 
 
+def test_json_leaves_out_thresholds_that_verify_nothing():
+    points = threshold_sweep(by_hand(), thresholds=[0.0, 0.5, 0.99])[0].to_json()
+    assert [point["threshold"] for point in points] == [0.0, 0.5]
+    assert points[1]["acceptance_rate"] == 5 / 6
+    assert points[1]["tokens_per_row"] == 9 / 10
+
+
 def test_sweep_uses_the_temperatures():
     flat = threshold_sweep(by_hand(), temperatures=[100.0] * 3, thresholds=[0.6])[0]
     assert flat.verified_per_round == [0]

@@ -39,6 +39,16 @@ class ReliabilityBins:
         """``[γ]``: mean predicted − mean outcome; positive is over-confident."""
         return (self.predicted - self.accepted).sum(-1) / self.count.sum(-1)
 
+    @property
+    def noise(self) -> Tensor:
+        """``[γ]``: ECE to expect of honest probabilities that fell into these bins: what counting alone makes.
+
+        A bin of n outcomes with mean p misses p by ``√(2/π)·√(p(1−p)/n)`` on average.
+        """
+        mean = self.predicted / self.count.clamp_min(1)
+        spread = (2 / torch.pi * mean * (1 - mean) * self.count).clamp_min(0).sqrt()
+        return spread.sum(-1) / self.count.sum(-1)
+
 
 def reliability_bins(
     probabilities: Tensor, outcomes: Tensor, observed: Tensor | None = None, *, bins: int = DEFAULT_BINS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dspark_train.calibration.metrics import ReliabilityBins
-    from dspark_train.calibration.report import CalibrationResult
+    from dspark_train.calibration.report import BeforeAfter
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours: told apart with any kind of colour vision."""
@@ -23,21 +24,23 @@ def finish(axis: Axes) -> None:
     axis.title.set_fontsize("medium")
 
 
-def plot_reliability(path: str | Path, result: CalibrationResult) -> None:
-    """Draw one reliability diagram per position, before and after temperature scaling, on held-out rounds.
+def plot_reliability(
+    path: str | Path, temperatures: Sequence[float], rounds: BeforeAfter, sampling_temperature: float
+) -> None:
+    """Draw one reliability diagram per position, before and after temperature scaling.
 
     A dot is a bin of the predicted survival probability, its area the number of rounds in it.
     """
     from matplotlib.figure import Figure
 
-    block_size = len(result.temperatures)
+    block_size = len(temperatures)
     columns = min(4, block_size)
-    rows = -(-block_size // columns)
-    figure = Figure(figsize=(2.7 * columns, 2.9 * rows + 0.7), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    lines = -(-block_size // columns)
+    figure = Figure(figsize=(2.7 * columns, 2.9 * lines + 0.7), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
     sides = (
-        ("raw", result.heldout.before, PALETTE[1], "s"),
-        ("scaled", result.heldout.after, PALETTE[0], "o"),
+        ("raw", rounds.before, PALETTE[1], "s"),
+        ("scaled", rounds.after, PALETTE[0], "o"),
     )
     for position, axis in enumerate(axes):
         if position >= block_size:
@@ -49,13 +52,11 @@ def plot_reliability(path: str | Path, result: CalibrationResult) -> None:
                 axis, side.bins, position, colour, marker, f"{label} (ECE {100 * side.ece[position]:.1f} %)"
             )
         axis.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-        axis.set_title(f"position {position + 1},  T = {result.temperatures[position]:.2f}")
+        axis.set_title(f"position {position + 1},  T = {temperatures[position]:.2f}")
         axis.legend(frameon=False, fontsize="x-small", loc="upper left", handletextpad=0.2)
         finish(axis)
-    sampling = (
-        "greedy" if result.sampling_temperature == 0 else f"temperature {result.sampling_temperature:g}"
-    )
-    figure.suptitle(f"Survival of the draft's prefix, {result.heldout.rounds} held-out rounds, {sampling}")
+    sampling = "greedy" if sampling_temperature == 0 else f"temperature {sampling_temperature:g}"
+    figure.suptitle(f"Survival of the draft's prefix, {rounds.rounds} held-out rounds, {sampling}")
     figure.supxlabel("predicted probability that the prefix is accepted", fontsize="medium")
     figure.supylabel("share accepted", fontsize="medium")
     figure.savefig(path, dpi=150)

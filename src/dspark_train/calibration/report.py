@@ -52,14 +52,20 @@ class Reliability:
     """Area under the ROC curve; NaN where only one outcome occurs."""
     bias: list[float]
     """Mean predicted minus mean accepted: positive is over-confident."""
+    noise: list[float]
+    """ECE that honest probabilities would show on so many rounds."""
     bins: ReliabilityBins
     """What the diagrams draw."""
 
     @property
     def mean_ece(self) -> float:
         """Mean of the ECE over positions that were verified at all."""
-        known = [value for value in self.ece if not math.isnan(value)]
-        return sum(known) / len(known) if known else math.nan
+        return _mean(self.ece)
+
+    @property
+    def mean_noise(self) -> float:
+        """Mean of the noise over positions: an ECE near it is as good as can be shown."""
+        return _mean(self.noise)
 
 
 def measure_reliability(
@@ -80,6 +86,7 @@ def measure_reliability(
         brier=brier_score(predicted, accepted, verified).tolist(),
         auc=roc_auc(predicted, accepted, verified).tolist(),
         bias=counted.bias.tolist(),
+        noise=counted.noise.tolist(),
         bins=counted,
     )
 
@@ -99,11 +106,20 @@ class BeforeAfter:
             content[f"mean_ece_{name}"] = _plain(side.mean_ece)
             for key in ("ece", "brier", "bias"):
                 content[f"{key}_{name}"] = _plain(getattr(side, key))
+        content["mean_noise"] = _plain(self.after.mean_noise)
         content["auc"] = _plain(self.after.auc)
         content["auc_before"] = _plain(self.before.auc)
         if with_bins:
             content["bins_before"], content["bins_after"] = _bins(self.before.bins), _bins(self.after.bins)
         return content
+
+
+def compare_reliability(
+    trace: DecodingTrace, temperatures: Sequence[float], *, bins: int = DEFAULT_BINS
+) -> BeforeAfter:
+    """Measure the reliability of rounds without and with temperatures."""
+    before = measure_reliability(trace, bins=bins)
+    return BeforeAfter(len(trace.request), before, measure_reliability(trace, temperatures, bins=bins))
 
 
 @dataclass(frozen=True)
@@ -183,8 +199,11 @@ def calibrate_traces(
         fit_rounds=len(fit.request),
         fit_ece_before=measure_reliability(fit, bins=bins).mean_ece,
         fit_ece_after=measure_reliability(fit, chosen, bins=bins).mean_ece,
-        heldout=_before_after(heldout, chosen, bins),
-        domains={name: _before_after(part, chosen, bins) for name, part in split_by_domain(heldout).items()},
+        heldout=compare_reliability(heldout, chosen, bins=bins),
+        domains={
+            name: compare_reliability(part, chosen, bins=bins)
+            for name, part in split_by_domain(heldout).items()
+        },
     )
 
 
@@ -210,9 +229,9 @@ def write_report(path: str | Path, results: Sequence[CalibrationResult]) -> None
     Path(path).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _before_after(trace: DecodingTrace, temperatures: Sequence[float], bins: int) -> BeforeAfter:
-    before = measure_reliability(trace, bins=bins)
-    return BeforeAfter(len(trace.request), before, measure_reliability(trace, temperatures, bins=bins))
+def _mean(values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _plain(value: Any) -> Any:

@@ -76,7 +76,7 @@ class LoadPoint:
     """Tokens per second of one request."""
     tau: float
     """Tokens per round and request."""
-    verified: float
+    verified_per_request: float
     """Draft tokens verified per round and request: the budget."""
     acceptance_rate: float | None
     """Accepted share of the verified draft tokens; None where none were verified."""
@@ -91,9 +91,9 @@ class Replay:
     """Recorded requests, from which concurrent ones are made.
 
     A concurrent request goes through the rounds of a recorded one, in order, until it has as many tokens.
-    Verifying whole blocks repeats the record exactly. A policy that cuts blocks needs more rounds for the same
-    tokens than were recorded, and goes through them again: the difficulty of a round is taken as independent
-    of where the round before it was cut.
+    Verifying whole blocks repeats the record exactly. A policy that cuts blocks needs more rounds for the
+    same tokens than were recorded, and goes through them again: the difficulty of a round is taken as
+    independent of where the round before it was cut.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ def _point(name: str, costs: CostTable, requests: int, played: Steps) -> LoadPoi
         throughput_error=error,
         per_user=throughput / requests,
         tau=total / rounds,
-        verified=checked / rounds,
+        verified_per_request=checked / rounds,
         acceptance_rate=int(played.accepted.sum()) / checked if checked else None,
         tokens_per_row=total / int(rows.sum()),
         seconds_per_round=float(seconds.mean()),
@@ -294,7 +294,7 @@ def _plain_point(name: str, costs: CostTable, requests: int) -> LoadPoint:
         throughput_error=0.0,
         per_user=1 / seconds,
         tau=1.0,
-        verified=0.0,
+        verified_per_request=0.0,
         acceptance_rate=None,
         tokens_per_row=1.0,
         seconds_per_round=seconds,
@@ -327,11 +327,9 @@ def simulate(
     ]
 
 
-def points_to_json(points: Sequence[LoadPoint]) -> list[dict[str, Any]]:
-    """One entry per policy, with a list over concurrency of everything else, in the order of the points."""
-    names = list(dict.fromkeys(point.policy for point in points))
-    keys = [key for key in vars(points[0]) if key != "policy"] if points else []
-    return [
-        {"policy": name, **{key: [getattr(p, key) for p in points if p.policy == name] for key in keys}}
-        for name in names
-    ]
+def points_to_json(points: Sequence[LoadPoint]) -> dict[str, list[dict[str, Any]]]:
+    """The points of each policy, in their order."""
+    content: dict[str, list[dict[str, Any]]] = {point.policy: [] for point in points}
+    for point in points:
+        content[point.policy].append({key: value for key, value in vars(point).items() if key != "policy"})
+    return content

@@ -43,9 +43,12 @@ class Sweep:
     tokens_per_row: list[float]
     """Tokens per verified row, the anchor's row included."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return dict(vars(self))
+    def to_json(self) -> list[dict[str, float | None]]:
+        """One entry per threshold that still verifies something."""
+        names = [name for name, value in vars(self).items() if isinstance(value, list)]
+        rows = zip(*(getattr(self, name) for name in names), strict=True)
+        points = [dict(zip(names, row, strict=True)) for row in rows]
+        return [{"threshold": p.pop("thresholds"), **p} for p in points if p["acceptance_rate"] is not None]
 
 
 def threshold_sweep(

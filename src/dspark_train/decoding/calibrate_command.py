@@ -1,0 +1,104 @@
+"""The ``calibrate`` command: temperatures of a run's confidences, fitted and judged on real decoding rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dspark_train.errors import UserError
+
+if TYPE_CHECKING:
+    from dspark_train.calibration.report import CalibrationResult
+
+
+def calibrate(
+    run: Path,
+    temperatures: tuple[float, ...] = (0.0, 1.0),
+    prompts: int = 64,
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
+    refresh: bool = False,
+    seed: int = 0,
+) -> None:
+    """Fit one temperature per draft position, so that confidences mean what they say.
+
+    Decodes prompts of the calibration split (to fit) and of the held-out split (to judge), or reuses the rounds
+    that the run already holds. Writes calibration.json for the first sampling temperature,
+    calibration_LABEL.json for each, calibration_report.json, and reliability diagrams.
+
+    Args:
+        run: folder of a finished run.
+        temperatures: sampling temperatures; 0 is greedy. Each has its own calibration; calibration.json holds
+            that of the first.
+        prompts: prompts of each split to decode at most.
+        max_new_tokens: longest answer, in tokens.
+        batch_size: requests decoded at once.
+        refresh: decode again even where the run holds rounds.
+        seed: of the sampling.
+    """
+    from dspark_train.calibration.plots import plot_reliability
+    from dspark_train.calibration.report import calibrate_traces, trace_label, write_report
+    from dspark_train.decoding.record import RecordedRounds, Recording
+
+    if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
+        raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
+    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size, seed), refresh=refresh)
+    (run / "plots").mkdir(exist_ok=True)
+    results: list[CalibrationResult] = []
+    for temperature in temperatures:
+        result = calibrate_traces(
+            rounds.trace("calibration", temperature), rounds.trace("heldout", temperature)
+        )
+        label = trace_label(temperature)
+        calibration = result.calibration(f"{_data_name(run)}, calibration split, {label}")
+        calibration.save(run / f"calibration_{label}.json")
+        if not results:
+            calibration.save(run / "calibration.json")
+        plot_reliability(
+            run / "plots" / f"reliability_{label}.png", result.temperatures, result.heldout, temperature
+        )
+        print_result(result)
+        results.append(result)
+    write_report(run / "calibration_report.json", results)
+    print(f"wrote {run / 'calibration.json'}, {run / 'calibration_report.json'} and {run / 'plots'}")
+
+
+def print_result(result: CalibrationResult) -> None:
+    """Print what calibration found, as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dspark_train.calibration.report import trace_label
+
+    held, console = result.heldout, Console()
+    title = f"{trace_label(result.sampling_temperature)}: {result.fit_rounds} rounds to fit, {held.rounds} held out"
+    table = Table(title=title, title_justify="left")
+    columns = ("position", "T", "ECE % raw", "scaled", "noise", "Brier raw", "scaled", "AUC")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for k, temperature in enumerate(result.temperatures):
+        ece = (100 * held.before.ece[k], 100 * held.after.ece[k], 100 * held.after.noise[k])
+        scores = (held.before.brier[k], held.after.brier[k], held.after.auc[k])
+        cells = [
+            f"{temperature:.2f}",
+            *(f"{value:.1f}" for value in ece),
+            *(f"{value:.3f}" for value in scores),
+        ]
+        table.add_row(str(k + 1), *cells)
+    means = (held.before.mean_ece, held.after.mean_ece, held.after.mean_noise)
+    table.add_row("mean", "", *(f"{100 * value:.1f}" for value in means), "", "", "", style="bold")
+    console.print(table)
+    for name, part in result.domains.items():
+        before, after, noise = (
+            100 * v for v in (part.before.mean_ece, part.after.mean_ece, part.after.mean_noise)
+        )
+        console.print(
+            f"  {name}: ECE {before:.1f} % → {after:.1f} % ({part.rounds} rounds, noise {noise:.1f} %)"
+        )
+
+
+def _data_name(run: Path) -> str:
+    """Name of the data that the run's prompts come from."""
+    from dspark_train.training.run import read_config
+
+    return Path(str(read_config(run)["data"]["path"])).name
