@@ -15,9 +15,9 @@ import yaml
 from datasets.utils.logging import disable_progress_bar
 from huggingface_hub import utils as hub_progress
 from jsonargparse import Namespace
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
@@ -25,8 +25,11 @@ from dspark_train.interchange.importing import warm_start
 from dspark_train.parsing import STRICT, explain
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import has_fast_bfloat16
+from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint
+from dspark_train.training.csv_logger import RunCSVLogger
 from dspark_train.training.module import DSparkModule
 from dspark_train.training.optimizer import OptimizerConfig
+from dspark_train.training.progress import TrainingProgress
 from dspark_train.training.run import RunConfig, Stage, environment, open_run, update_run
 from dspark_train.training.terms import ObjectiveConfig
 
@@ -76,7 +79,11 @@ class DSparkCLI(LightningCLI):
             config.trainer.precision = automatic_precision(config.trainer.accelerator)
         if self.subcommand == "fit":
             text = self.parser_of("fit").dump(config, skip_none=False)
-            self.resume_from = open_run(config.run, yaml.safe_load(text))
+            checkpoints = open_run(config.run, yaml.safe_load(text))
+            latest = latest_checkpoint(checkpoints) if checkpoints else None
+            if latest is not None:
+                print(f"continuing the run in {config.run.folder} from {latest.name}")
+                config.ckpt_path, config.weights_only = str(latest), False
 
     def parser_of(self, subcommand: str) -> LightningArgumentParser:
         """Parser of one subcommand."""
@@ -85,8 +92,14 @@ class DSparkCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add what every run has: the CSV of its metrics, and checkpoints that can be resumed."""
         trainer = super().instantiate_trainer(**kwargs)
+        others = [
+            callback for callback in trainer.callbacks if not isinstance(callback, ProgressBar | Checkpoint)
+        ]
+        every = self.config[self.subcommand].run.save_every
+        saving = [TrainingCheckpoint(every_n_steps=every)] if self.subcommand == "fit" else []
+        trainer.callbacks = [TrainingProgress(), *others, *saving]
         folder = Path(trainer.default_root_dir)
-        trainer.loggers = [CSVLogger(folder, name="", version=""), *trainer.loggers]
+        trainer.loggers = [RunCSVLogger(folder), *trainer.loggers]
         return trainer
 
     def before_fit(self) -> None:

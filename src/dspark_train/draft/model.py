@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -115,7 +115,7 @@ class DSparkDraft(PreTrainedModel):
     def _freeze_copies(self) -> None:
         for name in ("embed_tokens", "lm_head"):
             if name in self._modules:
-                self._modules[name].requires_grad_(False)
+                getattr(self, name).requires_grad_(False)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -212,7 +212,7 @@ class DSparkDraft(PreTrainedModel):
         """
         std = self.config.initializer_range
         if module is self._modules.get("embed_tokens") or module is self._modules.get("lm_head"):
-            module.weight.fill_(math.nan)  # type: ignore[operator, union-attr]
+            module.weight.fill_(math.nan)  # type: ignore[operator]
         elif isinstance(module, nn.Linear):
             module.weight.normal_(0.0, std)
             if module.bias is not None:

@@ -54,22 +54,27 @@ class FrozenTarget:
     # -- loading ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> FrozenTarget:
+    def load(
+        cls, config: TargetConfig | str, device: torch.device | str | None = None, **options: Any
+    ) -> FrozenTarget:
         """Load the target that ``config`` names.
 
         Args:
-            config: what to load.
+            config: what to load, or just its name or path.
             device: where ``config.device`` is ``auto``; None picks the GPU where there is one.
+            options: fields of :class:`TargetConfig`, where ``config`` is a name.
 
         Raises:
             UserError: the folder is missing or has no weights, or the name is unknown.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        if isinstance(config, str):
+            config = TargetConfig(name_or_path=config, **options)
         chosen = torch.device(config.device if config.device != "auto" else device or default_device())
         path = resolve_path(config)
         dtype = resolve_dtype(config.dtype, chosen)
-        options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         if config.gguf_file:
             options["gguf_file"] = config.gguf_file
         try:

@@ -20,7 +20,7 @@ from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.objective import fused_objective
 from dspark_train.training.optimizer import OptimizerConfig, build_optimizer
-from dspark_train.training.strategy import loss_scale
+from dspark_train.training.strategy import gather_objects, loss_scale
 from dspark_train.training.terms import (
     ObjectiveConfig,
     ObjectiveMetrics,
@@ -234,16 +234,23 @@ class DSparkModule(LightningModule):
         return self.outside["slot_weights"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Carry the running sums, so that a resumed run logs what an uninterrupted one logs."""
-        checkpoint["running_sums"] = {
-            key: value.state_dict() for key, value in self.outside.items() if key.startswith("metrics/")
+        """Carry every rank's running sums, so that a resumed run logs what an uninterrupted one logs."""
+        sums = {
+            key: {name: value.cpu() for name, value in metric.state_dict().items()}
+            for key, metric in self.outside.items()
+            if key.startswith("metrics/")
         }
+        checkpoint["running_sums"] = gather_objects(sums)
         checkpoint["logged_step"] = self.outside.get("logged_step", 0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the running sums."""
-        for key, state in checkpoint.get("running_sums", {}).items():
-            self.metrics(key.removeprefix("metrics/")).load_state_dict(state)
+        """Restore the running sums; with another number of ranks, the first takes them all."""
+        rank, parts = self.global_rank, checkpoint.get("running_sums", [])
+        if len(parts) == self.trainer.world_size:
+            parts = [parts[rank]]
+        for key in parts[0] if parts and (len(parts) == 1 or rank == 0) else ():
+            total = {name: sum(part[key][name] for part in parts) for name in parts[0][key]}
+            self.metrics(key.removeprefix("metrics/")).load_state_dict(total)
         self.outside["logged_step"] = checkpoint.get("logged_step", 0)
 
 
