@@ -56,7 +56,7 @@ def plot_reliability(
         axis.legend(frameon=False, fontsize="x-small", loc="upper left", handletextpad=0.2)
         finish(axis)
     sampling = "greedy" if sampling_temperature == 0 else f"temperature {sampling_temperature:g}"
-    figure.suptitle(f"Survival of the draft's prefix, {rounds.rounds} held-out rounds, {sampling}")
+    figure.suptitle(f"Survival of the draft's prefix, {rounds.rounds} rounds, {sampling}")
     figure.supxlabel("predicted probability that the prefix is accepted", fontsize="medium")
     figure.supylabel("share accepted", fontsize="medium")
     figure.savefig(path, dpi=150)

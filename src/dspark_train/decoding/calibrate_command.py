@@ -65,6 +65,7 @@ def calibrate(
 
 def print_result(result: CalibrationResult) -> None:
     """Print what calibration found, as tables."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -72,7 +73,9 @@ def print_result(result: CalibrationResult) -> None:
 
     held, console = result.heldout, Console()
     title = f"{trace_label(result.sampling_temperature)}: {result.fit_rounds} rounds to fit, {held.rounds} held out"
-    table = Table(title=title, title_justify="left")
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
     columns = ("position", "T", "ECE % raw", "scaled", "noise", "Brier raw", "scaled", "AUC")
     for column in columns:
         table.add_column(column, justify="right")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -158,10 +158,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
@@ -206,13 +209,16 @@ def _print_load(points: Sequence[LoadPoint]) -> None:
     counts = list(dict.fromkeys(point.requests for point in points))
     at = {(point.policy, point.requests): point for point in points}
 
-    def cell(name: str, count: int) -> str:
-        point = at[name, count]
-        mark = "*" if point.extrapolated else ""
-        return f"{point.throughput:.0f}{mark} ({point.verified_per_request:.1f})"
+    def rows(cell: Callable[[LoadPoint], str]) -> list[list[str]]:
+        return [[str(count), *(cell(at[name, count]) for name in names)] for count in counts]
 
     _table(
-        "Tokens per second of all requests (draft tokens verified per request); * beyond the measured rows",
+        "Tokens per second of all requests (* beyond the measured rows)",
         ["requests", *names],
-        [[str(count), *(cell(name, count) for name in names)] for count in counts],
+        rows(lambda point: f"{point.throughput:.0f}{'*' if point.extrapolated else ''}"),
+    )
+    _table(
+        "Draft tokens verified per request and round",
+        ["requests", *names],
+        rows(lambda point: f"{point.verified_per_request:.1f}"),
     )

@@ -87,7 +87,17 @@ def plot_load(path: Path, points: Sequence[LoadPoint]) -> None:
         xscale="log",
         yscale="log",
     )
-    left.set_title("Throughput against speed (a point per concurrency)")
+    left.set_title("Throughput against speed, a point per concurrency")
+    if any(point.extrapolated for point in points):
+        left.text(
+            0.98,
+            0.97,
+            "hollow: beyond the measured rows",
+            ha="right",
+            va="top",
+            transform=left.transAxes,
+            size=8,
+        )
     right.set(
         xlabel="concurrent requests", ylabel="draft tokens verified per request and round", ylim=(0, None)
     )
