@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import save_file
 
 from dspark_train.calibration.report import calibrate_traces
 from dspark_train.calibration.report import write_report as write_calibration
@@ -83,7 +85,7 @@ def write_metrics(path: Path, steps: int = 600) -> None:
         "lr",
         "grad_norm",
     ]
-    names += ["tokens_per_second", *(f"val/accept_{k}" for k in range(GAMMA))]
+    names += ["tokens_per_second", *(f"val/accept_{k + 1}" for k in range(GAMMA))]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
@@ -105,7 +107,7 @@ def write_metrics(path: Path, steps: int = 600) -> None:
                 }
                 row |= {"val/confidence": 0.48 + 0.2 * fade, "val/tau": 2.15 - 1.15 * fade}
                 row |= {"decode/tau": 2.2 - 1.15 * fade, "decode/speedup": 1.62 - 0.7 * fade}
-                row |= {f"val/accept_{k}": (0.62 - 0.02 * k) * (1 - fade) for k in range(GAMMA)}
+                row |= {f"val/accept_{k + 1}": (0.62 - 0.02 * k) * (1 - fade) for k in range(GAMMA)}
                 writer.writerow(row)
 
 
@@ -118,22 +120,30 @@ def write_run(path: Path) -> Path:
     def save(name: str, value: dict) -> None:
         (path / name).write_text(json.dumps(value))
 
-    (path / "config.yaml").write_text(
-        "seed_everything: 0\ntarget:\n  name_or_path: smollm2-135m-instruct\n"
-        "draft:\n  num_layers: 2\n  block_size: 7\n"
-    )
+    config = {
+        "seed_everything": 0,
+        "target": {"name_or_path": "smollm2-135m-instruct"},
+        "draft": {"num_layers": 2, "block_size": 7, "head": "vanilla"},
+        "optimizer": {"name": "adamw", "lr": 3e-3},
+        "data": {"global_batch_size": 8, "max_length": 512, "num_anchors": 32},
+        "trainer": {"max_steps": 600, "precision": "32-true"},
+        "run": {"folder": str(path)},
+    }
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
     write_metrics(path / "metrics.csv")
     save(
         "run.json",
         {
-            "target": {"name": "smollm2-135m-instruct"},
-            "versions": {"dspark-train": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0"},
-            "commit": "0123456789abcdef0123456789abcdef01234567",
             "wall_seconds": {"fit": 1012.4, "calibrate": 71.0, "decode": 122.0},
+            "versions": {"dspark-train": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0"},
+            "machine": "a processor, 2 threads",
+            "commit": "0123456",
             "peak_memory_bytes": 4.13e9,
-            "parameters": {"trained": 14_213_633, "frozen": 134_515_008},
+            "finished": True,
         },
     )
+    weights = {"fc.weight": torch.zeros(30, 40), "embed_tokens.weight": torch.zeros(500, 30)}
+    save_file(weights, path / "draft" / "model.safetensors")
     save(
         "draft/config.json",
         {

@@ -47,6 +47,11 @@ class Axis:
     text: Callable[[float], str] = plain_number
 
 
+def by_position(values: Sequence[float | None]) -> list[Point]:
+    """Return (1, value), (2, value), …; what is unknown becomes a gap."""
+    return [(i, math.nan if value is None else value) for i, value in enumerate(values, start=1)]
+
+
 @dataclass(frozen=True)
 class Series:
     """One line of a chart.

@@ -8,7 +8,7 @@ from typing import Any
 
 from dspark_train.errors import UserError
 from dspark_train.evaluation import readers, text
-from dspark_train.evaluation.charts import Axis, Bar, Series, bar_chart, line_chart, percent
+from dspark_train.evaluation.charts import Axis, Bar, Series, bar_chart, by_position, line_chart, percent
 from dspark_train.evaluation.page import Figure, Legend, Page, Section, Table, write
 from dspark_train.evaluation.run_folder import RunFolder
 from dspark_train.evaluation.sections import thin
@@ -150,7 +150,7 @@ def _acceptance(modes: dict[str, list[ModeView]]) -> Section | None:
     figures = []
     for label, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
         series = [
-            Series(name, list(enumerate(mode.conditional, start=1)), i, dashed=i >= 6, markers=True)
+            Series(name, by_position(mode.conditional), i, dashed=i >= 6, markers=True)
             for i, (name, found) in enumerate(modes.items())
             if (mode := _mode(found, temperature)) is not None and mode.conditional
         ]

@@ -112,47 +112,60 @@ def _steps_note(run: RunFolder) -> str:
 
 
 def _kicker(run: RunFolder) -> str:
-    target = run.run.get("target")
-    name = target.get("name") if isinstance(target, dict) else target
-    return f"DSpark draft for {name}" if name else "DSpark draft"
+    target = run.config.get("target", {}).get("name_or_path")
+    return f"DSpark draft for {Path(str(target)).name}" if target else "DSpark draft"
 
 
 def _footer(run: RunFolder) -> str:
-    parts = []
     versions = run.run.get("versions", {})
-    if isinstance(versions, dict):
-        parts += [f"{name} {version}" for name, version in versions.items()]
+    parts = [f"{name} {version}" for name, version in versions.items() if name in SHOWN_VERSIONS]
     if run.run.get("commit"):
-        parts.append(f"commit {str(run.run['commit'])[:12]}")
-    if run.run.get("finished"):
-        parts.append(str(run.run["finished"]))
+        parts.append(f"commit {run.run['commit']}")
+    if run.run.get("machine"):
+        parts.append(str(run.run["machine"]))
     return " · ".join(parts)
 
 
+SHOWN_VERSIONS = ("dspark-train", "torch", "transformers", "lightning")
+
+DRAFT_SETTINGS: tuple[tuple[str, str, _Format], ...] = (
+    ("Draft layers", "num_hidden_layers", str),
+    ("Block size γ", "block_size", str),
+    ("Sequential head", "markov_head_type", str),
+    ("Markov rank", "markov_rank", str),
+    ("Tapped target layers", "target_layer_ids", lambda ids: ", ".join(map(str, ids))),
+    ("Draft vocabulary", "draft_vocab_size", lambda count: f"{text.quantity(count)} tokens"),
+    ("Confidence head", "enable_confidence_head", lambda on: "yes" if on else "no"),
+    ("Stored as", "dtype", str),
+)
+"""Rows of the recipe from ``draft/config.json``: label, key, how it is written."""
+
+RECIPE_SETTINGS: tuple[tuple[str, str, _Format], ...] = (
+    ("Optimiser steps", "trainer.max_steps", lambda count: f"{count:,}"),
+    ("Global batch", "data.global_batch_size", lambda count: f"{count:,} sequences"),
+    ("Longest sequence", "data.max_length", lambda count: f"{count:,} tokens"),
+    ("Anchors per sequence", "data.num_anchors", lambda count: f"up to {count:,}"),
+    ("Optimiser", "optimizer.name", str),
+    ("Learning rate", "optimizer.lr", lambda rate: f"{rate:g}"),
+    ("Precision", "trainer.precision", str),
+    ("Seed", "seed_everything", str),
+)
+"""Rows of the recipe from ``config.yaml``."""
+
+
 def settings(run: RunFolder) -> list[tuple[str, str]]:
-    """The main settings of the recipe, from the exported draft's configuration and ``run.json``."""
-    draft = run.draft
-    rows: list[tuple[str, _Format, str]] = [
-        ("Draft layers", str, "num_hidden_layers"),
-        ("Block size γ", str, "block_size"),
-        ("Sequential head", _head, "markov_head_type"),
-        ("Tapped target layers", _listed, "target_layer_ids"),
-        ("Draft vocabulary", text.quantity, "draft_vocab_size"),
-        ("Confidence head", lambda on: "yes" if on else "no", "enable_confidence_head"),
-        ("Stored as", str, "dtype"),
+    """The main settings of the recipe; those that no file of the run states are left out."""
+    found = [
+        (label, write_value(value))
+        for label, key, write_value in DRAFT_SETTINGS
+        if (value := run.draft.get(key)) not in (None, 0)
     ]
-    found = [(label, fmt(draft[key])) for label, fmt, key in rows if draft.get(key) is not None]
-    if draft.get("markov_rank"):
-        found.append(("Markov rank", str(draft["markov_rank"])))
-    parameters = run.run.get("parameters")
-    if isinstance(parameters, dict):
-        found += [(f"Parameters, {name}", text.quantity(float(count))) for name, count in parameters.items()]
+    if run.trained_parameters:
+        found.append(("Trained parameters", text.quantity(run.trained_parameters)))
+    for label, key, write_value in RECIPE_SETTINGS:
+        node: Any = run.config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is not None:
+            found.append((label, write_value(node)))
     return found
-
-
-def _head(kind: str) -> str:
-    return {"none": "none (parallel draft)"}.get(kind, str(kind))
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values))

@@ -13,6 +13,9 @@ import yaml
 
 from dspark_train.errors import UserError
 
+FROZEN = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+"""Tensors of an exported draft that are no parameters of its own."""
+
 Curve = list[tuple[float, float]]
 """(step, value) in order of steps."""
 
@@ -31,6 +34,8 @@ class RunFolder:
     """``metrics.csv``, one curve per column."""
     draft: dict[str, Any] = field(default_factory=dict)
     """``draft/config.json``."""
+    trained_parameters: int = 0
+    """Numbers in the exported weights that training made: all but the copies of the target's own."""
     decode: dict[str, Any] = field(default_factory=dict)
     """``decode.json``."""
     calibration: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +67,7 @@ class RunFolder:
             config_text=config_text,
             curves=read_metrics(path / "metrics.csv"),
             draft=_json(path / "draft" / "config.json"),
+            trained_parameters=_count_parameters(path / "draft" / "model.safetensors"),
             decode=_json(path / "decode.json"),
             calibration=_json(path / "calibration_report.json"),
             studies={file.stem: _json(file) for file in sorted((path / "studies").glob("*.json"))},
@@ -106,6 +112,19 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _count_parameters(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged or truncated: {error}; export the draft again") from error
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in FROZEN)
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:

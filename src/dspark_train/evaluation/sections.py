@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dspark_train.evaluation.charts import Axis, Series, line_chart, percent, plain_number, reliability_chart
+from dspark_train.evaluation.charts import (
+    Axis,
+    Series,
+    by_position,
+    line_chart,
+    percent,
+    plain_number,
+    reliability_chart,
+)
 from dspark_train.evaluation.page import Example, Figure, Legend, Section, Table, Token
 from dspark_train.evaluation.run_folder import Curve
-from dspark_train.evaluation.text import fixed, mode_name, quantity, share
+from dspark_train.evaluation.text import fixed, maybe, mode_name, quantity, share, share_or_dash
 from dspark_train.evaluation.views import CalibrationView, LoadView, ModeView, SweepView
 
 MAX_POINTS = 240
@@ -134,7 +142,7 @@ def _position_curves(curves: dict[str, Curve]) -> Figure | None:
         return None
     steps = max(1, len(found) - 1)
     series = [
-        Series(f"{position + 1}", smooth(thin(curve)), shade=1 - index / steps)
+        Series(f"{position}", smooth(thin(curve)), shade=1 - index / steps)
         for index, (position, curve) in enumerate(found)
     ]
     where = "validation" if prefix.startswith("val") else "training"
@@ -153,12 +161,12 @@ def acceptance(modes: Sequence[ModeView]) -> Section | None:
 
     def lines(name: str) -> list[Series]:
         return [
-            Series(mode.name, list(enumerate(getattr(mode, name), start=1)), colour, markers=True)
+            Series(mode.name, by_position(getattr(mode, name)), colour, markers=True)
             for colour, mode in enumerate(shown)
         ]
 
     def table(name: str, caption: str) -> Table:
-        rows = [[mode.name, *(share(v) for v in getattr(mode, name))] for mode in shown]
+        rows = [[mode.name, *map(share_or_dash, getattr(mode, name))] for mode in shown]
         return Table(caption, ["", *map(str, range(1, size + 1))], rows, folded=True)
 
     figures = []
@@ -246,7 +254,7 @@ def reliability(views: Sequence[CalibrationView]) -> Section | None:
     view = views[0]
     figures = []
     for index, (before, after) in enumerate(zip(view.bins_before, view.bins_after, strict=True)):
-        error = f"{_share(view.ece_before[index])} → {_share(view.ece_after[index])}"
+        error = f"{share_or_dash(view.ece_before[index])} → {share_or_dash(view.ece_after[index])}"
         title = f"Position {index + 1}"
         drawing = reliability_chart(
             title, f"Calibration error before and after scaling: {error}", before, after
@@ -259,7 +267,10 @@ def reliability(views: Sequence[CalibrationView]) -> Section | None:
     )
     tables = [_calibration_table(view) for view in views]
     if view.domains:
-        rows = [[name, _share(before), _share(after)] for name, (before, after) in view.domains.items()]
+        rows = [
+            [name, share_or_dash(before), share_or_dash(after)]
+            for name, (before, after) in view.domains.items()
+        ]
         tables.append(Table("Mean ECE by domain", ["Domain", "before", "after"], rows))
     source = "calibration_report.json"
     return Section(
@@ -277,20 +288,12 @@ def _calibration_table(view: CalibrationView) -> Table:
         ("Brier after", view.brier_after, lambda v: fixed(v, 4)),
     ]
     rows = [
-        [str(i + 1), *(_or_dash(values[i], text) for _, values, text in columns)]
+        [str(i + 1), *(maybe(values[i], text) for _, values, text in columns)]
         for i in range(len(view.ece_before))
     ]
-    rows.append(["mean", "", _share(view.mean_before), _share(view.mean_after), "", "", ""])
+    rows.append(["mean", "", share_or_dash(view.mean_before), share_or_dash(view.mean_after), "", "", ""])
     caption = f"By draft position, {mode_name(view.temperature).lower()}"
     return Table(caption, ["Position", *(name for name, _, _ in columns)], rows)
-
-
-def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
-    return "–" if value is None else text(value)
-
-
-def _share(value: float | None) -> str:
-    return _or_dash(value, share)
 
 
 def load(views: Sequence[LoadView], source: str) -> Section | None:

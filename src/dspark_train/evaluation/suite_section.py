@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dspark_train.errors import UserError
-from dspark_train.evaluation.charts import Axis, Bar, Series, bar_chart, line_chart, percent
+from dspark_train.evaluation.charts import Axis, Bar, Series, bar_chart, by_position, line_chart, percent
 from dspark_train.evaluation.page import Figure, Legend, Section, Table
-from dspark_train.evaluation.text import factor, fixed, share, signed
+from dspark_train.evaluation.text import factor, fixed, share_or_dash, signed
 
 
 def suites_section(name: str, summary: dict[str, Any]) -> Section | None:
@@ -59,7 +59,7 @@ def _section(name: str, summary: dict[str, Any]) -> Section:
 
 def estimate(value: dict[str, Any] | None, text: Callable[[float], str] = fixed) -> str | tuple[str, str]:
     """Return an estimate and its interval as a table shows them: 2.31, (2.20 to 2.42)."""
-    if not value:
+    if not value or value["value"] is None:
         return "–"
     if value.get("low") is None:
         return text(value["value"])
@@ -115,9 +115,7 @@ def _macro_figure(result: dict[str, Any], labels: dict[str, str], keys: list[str
 
 def _position_figure(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Figure:
     series = [
-        Series(
-            labels[key], list(enumerate(result["macro"][key]["conditional"], start=1)), colour, markers=True
-        )
+        Series(labels[key], by_position(result["macro"][key]["conditional"]), colour, markers=True)
         for colour, key in enumerate(keys)
     ]
     longest = max(len(line.points) for line in series)
@@ -125,6 +123,6 @@ def _position_figure(result: dict[str, Any], labels: dict[str, str], keys: list[
     x_axis = Axis("Draft position", low=0.5, high=longest + 0.5, ticks=tuple(range(1, longest + 1)))
     y_axis = Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
     drawing = line_chart(title, "Averaged over suites", series, x_axis, y_axis)
-    rows = [[line.label, *(share(y) for _, y in line.points)] for line in series]
+    rows = [[labels[k], *map(share_or_dash, result["macro"][k]["conditional"])] for k in keys]
     table = Table(title, ["", *map(str, range(1, longest + 1))], rows, folded=True)
     return Figure(title, drawing, Legend.of(series), "Averaged over suites.", table)

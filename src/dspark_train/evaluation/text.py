@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 def fixed(value: float, digits: int = 2) -> str:
     """Write a number with a fixed count of decimals and thousands separated."""
@@ -43,6 +45,16 @@ def quantity(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
     return f"{value:,.0f}"
+
+
+def maybe(value: float | None, write_number: Callable[[float], str]) -> str:
+    """Write a number, or a dash where there is none."""
+    return "–" if value is None else write_number(value)
+
+
+def share_or_dash(value: float | None) -> str:
+    """Write a share as a percentage, or a dash where there is none."""
+    return maybe(value, share)
 
 
 def mode_name(temperature: float) -> str:

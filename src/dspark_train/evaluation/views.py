@@ -15,9 +15,9 @@ class ModeView:
     name: str
     temperature: float
     tau: float
-    conditional: Sequence[float] = ()
+    conditional: Sequence[float | None] = ()
     """``[γ]``: acceptance of slot k given that all earlier ones were accepted."""
-    cumulative: Sequence[float] = ()
+    cumulative: Sequence[float | None] = ()
     """``[γ]``: share of rounds whose prefix up to slot k was accepted."""
     speedup: float | None = None
     speedup_low: float | None = None
@@ -34,6 +34,10 @@ class ModeView:
     divergences: int | None = None
     """Differences that exceed rounding."""
     domain_tau: dict[str, float] = field(default_factory=dict)
+    round_milliseconds: float | None = None
+    """Wall time of a round, prompts' passes left out."""
+    head_milliseconds: float | None = None
+    """Of these, the walk of the sequential head."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class SweepView:
 
     group: str
     thresholds: Sequence[float]
-    acceptance_rate: Sequence[float]
+    acceptance_rate: Sequence[float | None]
     """Accepted share of the verified draft tokens."""
     tokens_per_round: Sequence[float]
     verified_per_round: Sequence[float] = ()

@@ -1,0 +1,223 @@
+"""Decodes benchmark suites with several methods, prompt by prompt, and keeps a record of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dspark_train.decoding.decoder import Decoder, GenerationResult
+from dspark_train.decoding.policies import Policy
+from dspark_train.decoding.sampling import SamplingRule
+from dspark_train.draft.model import DSparkDraft
+from dspark_train.errors import UserError
+from dspark_train.evaluation.baselines import PromptLookup
+from dspark_train.evaluation.records import Record, RecordFile, count_trace
+from dspark_train.evaluation.suites import Suite, SuitePrompt
+from dspark_train.evaluation.summary import PLAIN
+from dspark_train.structures import DecodingTrace
+from dspark_train.target.frozen import FrozenTarget
+
+
+class Method(Protocol):
+    """A way of decoding."""
+
+    @property
+    def key(self) -> str:
+        """Name in records and tables' columns: unique in an evaluation."""
+
+    @property
+    def label(self) -> str:
+        """Name for the reader."""
+
+    @property
+    def kind(self) -> str:
+        """``plain``, ``draft``, ``head_off`` or ``prompt_lookup``."""
+
+    @property
+    def temperatures(self) -> list[float] | None:
+        """``[γ]`` of the confidences; None leaves them raw."""
+
+    def decoder(self, rule: SamplingRule) -> Decoder:
+        """Make its decoder."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlainMethod:
+    """The target alone."""
+
+    target: FrozenTarget
+    key: str = PLAIN
+    label: str = "plain"
+    kind: str = "plain"
+    temperatures: list[float] | None = None
+
+    def decoder(self, rule: SamplingRule) -> Decoder:
+        """Decode without a draft."""
+        return Decoder(self.target, rule=rule)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftMethod:
+    """A draft, its head on or off."""
+
+    target: FrozenTarget
+    draft: DSparkDraft
+    key: str
+    label: str
+    kind: str = "draft"
+    temperatures: list[float] | None = None
+    policy: Policy | None = None
+
+    def decoder(self, rule: SamplingRule) -> Decoder:
+        """Decode with the draft."""
+        return Decoder(self.target, self.draft, self.policy, rule, self.temperatures)
+
+
+@dataclass(frozen=True, eq=False)
+class LookupMethod:
+    """Draft tokens copied from earlier text."""
+
+    target: FrozenTarget
+    block_size: int
+    key: str = "prompt_lookup"
+    label: str = "prompt lookup"
+    kind: str = "prompt_lookup"
+    temperatures: list[float] | None = None
+
+    def decoder(self, rule: SamplingRule) -> Decoder:
+        """Decode with copied drafts."""
+        return PromptLookup(self.target, self.block_size, rule)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How prompts are decoded."""
+
+    target: FrozenTarget
+    """Gives the tokenizer."""
+    methods: Sequence[Method]
+    temperatures: Sequence[float] = (0.0, 1.0)
+    max_new_tokens: int = 256
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    template: Mapping[str, Any] | None = None
+    """Extra arguments of the chat template."""
+
+    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the tokens that the target reads before it answers."""
+        tokenizer = self.target.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                f"the tokenizer of {self.target.name} has no chat template: suites are conversations; use an "
+                "instruction-tuned target"
+            )
+        encoded = tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **(self.template or {}),
+        )
+        return [int(token) for token in encoded]
+
+    def measure(self, method: Method, suite: Suite, prompt: SuitePrompt, temperature: float) -> Record:
+        """Decode all turns of a prompt, each after the method's own earlier answers."""
+        decoder = method.decoder(SamplingRule(temperature, self.top_k, self.top_p))
+        messages: list[dict[str, str]] = []
+        results: list[GenerationResult] = []
+        for number, turn in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": turn})
+            seed = random.Random(f"{self.seed}/{suite.name}/{prompt.index}/{number}").getrandbits(31)
+            requests = decoder.requests([self.encode(messages)], self.max_new_tokens, None)
+            results.append(decoder.run(requests, seed=seed))
+            answer = self.target.tokenizer.decode(results[-1].tokens[0], skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": answer})
+        return make_record(method, suite, prompt, temperature, results)
+
+
+def make_record(
+    method: Method, suite: Suite, prompt: SuitePrompt, temperature: float, results: Sequence[GenerationResult]
+) -> Record:
+    """Add up the turns of a prompt."""
+    digest = hashlib.sha256(repr([result.tokens[0] for result in results]).encode()).hexdigest()[:16]
+    counts: dict[str, Any] = {}
+    if method.kind != "plain":
+        trace = DecodingTrace.concatenate([result.trace for result in results])
+        counts = count_trace(trace, method.temperatures)
+    return Record(
+        method=method.key,
+        temperature=temperature,
+        suite=suite.name,
+        index=prompt.index,
+        domain=prompt.domain,
+        tokens=sum(len(result.tokens[0]) for result in results),
+        seconds=sum(result.timings.total for result in results),
+        digest=digest,
+        **counts,
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt that one method decodes at one temperature."""
+
+    method: Method
+    suite: Suite
+    prompt: SuitePrompt
+    temperature: float
+
+    @property
+    def key(self) -> tuple[str, float, str, int]:
+        """As the record that it makes."""
+        return self.method.key, self.temperature, self.suite.name, self.prompt.index
+
+
+def tasks(evaluation: Evaluation, suites: Sequence[Suite]) -> Iterator[Task]:
+    """Yield all tasks; methods follow each other on a prompt, so that a machine's slow minutes hit all."""
+    for suite in suites:
+        for prompt in suite.prompts:
+            for temperature in evaluation.temperatures:
+                for method in evaluation.methods:
+                    yield Task(method, suite, prompt, temperature)
+
+
+def run_evaluation(
+    evaluation: Evaluation,
+    suites: Sequence[Suite],
+    file: RecordFile,
+    progress: Callable[[int, int, Record | None], None] | None = None,
+) -> None:
+    """Decode whatever the file does not hold yet, appending one record after the other.
+
+    Args:
+        evaluation: methods and settings.
+        suites: what is decoded.
+        file: of records.
+        progress: called with (done, all, latest record) after each task.
+    """
+    everything = list(tasks(evaluation, suites))
+    left = [task for task in everything if task.key not in file.records]
+    done = len(everything) - len(left)
+    if progress is not None:
+        progress(done, len(everything), None)
+    if left:
+        _warm_up(evaluation, left[0])
+    for number, task in enumerate(left, start=done + 1):
+        record = evaluation.measure(task.method, task.suite, task.prompt, task.temperature)
+        file.append(record)
+        if progress is not None:
+            progress(number, len(everything), record)
+
+
+def _warm_up(evaluation: Evaluation, task: Task) -> None:
+    """Let every method decode a little: its first call pays for allocations and caches."""
+    prompt = SuitePrompt(task.prompt.index, task.prompt.turns[:1], task.prompt.domain)
+    for method in evaluation.methods:
+        brief = dataclasses.replace(evaluation, methods=[method], max_new_tokens=16)
+        for temperature in evaluation.temperatures:
+            brief.measure(method, task.suite, prompt, temperature)

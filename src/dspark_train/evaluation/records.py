@@ -1,0 +1,151 @@
+"""What was measured on each prompt, appended to a file as it happens: a stopped evaluation can go on.
+
+γ  block size      K  bins of the reliability sums
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark_train.calibration.metrics import DEFAULT_BINS, reliability_bins
+from dspark_train.calibration.report import verified_slots
+from dspark_train.calibration.temperature import survival
+from dspark_train.errors import UserError
+from dspark_train.structures import DecodingTrace
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt, all its turns, decoded by one method at one temperature."""
+
+    method: str
+    temperature: float
+    suite: str
+    index: int
+    """Of the prompt in its suite."""
+    domain: str
+    tokens: int
+    """Generated, over all turns."""
+    seconds: float
+    """Wall time of decoding, prompts' passes included."""
+    rounds: int = 0
+    committed: int = 0
+    """Tokens that the rounds brought: τ is committed / rounds. A turn's first token comes with its prompt."""
+    reached: list[int] = field(default_factory=list)
+    """``[γ]``: rounds that verified slot k with all earlier slots accepted."""
+    kept: list[int] = field(default_factory=list)
+    """``[γ]``: of these, rounds that accepted it."""
+    bins: list[list[float]] = field(default_factory=list)
+    """Reliability bins: position, bin, count, Σ predicted, Σ accepted. Empty without confidences."""
+    digest: str = ""
+    """Of the generated token ids, to compare methods with."""
+
+    @property
+    def key(self) -> tuple[str, float, str, int]:
+        """What identifies the record."""
+        return self.method, self.temperature, self.suite, self.index
+
+
+def count_trace(
+    trace: DecodingTrace, temperatures: list[float] | None = None, bins: int = DEFAULT_BINS
+) -> dict[str, Any]:
+    """Return the fields of a record that a trace gives.
+
+    Args:
+        trace: rounds of one prompt.
+        temperatures: ``[γ]`` of the confidences; None leaves them raw.
+        bins: K.
+    """
+    verified = verified_slots(trace)
+    slots = torch.arange(trace.block_size)
+    reached = verified & (trace.accepted[:, None] >= slots)
+    sparse: list[list[float]] = []
+    if trace.confidence_logits.numel() and not bool(trace.confidence_logits.isnan().any()):
+        predicted = survival(trace.confidence_logits.double(), temperatures)
+        sums = reliability_bins(predicted, trace.prefix_accepted, verified, bins=bins)
+        for position, index in sums.count.nonzero().tolist():
+            values = (sums.count, sums.predicted, sums.accepted)
+            sparse.append([position, index, *(float(value[position, index]) for value in values)])
+    return {
+        "rounds": int(trace.accepted.numel()),
+        "committed": int(trace.committed.sum()),
+        "reached": reached.sum(0).tolist(),
+        "kept": (reached & trace.prefix_accepted).sum(0).tolist(),
+        "bins": sparse,
+    }
+
+
+def conflicts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Name the settings that differ; of mappings only common entries are compared."""
+    found: list[str] = []
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += [f"{name}.{key}" for key in old.keys() & new.keys() if old[key] != new[key]]
+        elif old != new:
+            found.append(name)
+    return sorted(found)
+
+
+def merge(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of both, which do not conflict."""
+    return {k: {**before.get(k, {}), **v} if isinstance(v, dict) else v for k, v in now.items()}
+
+
+class RecordFile:
+    """Append-only JSON lines: the settings first, then one record per line.
+
+    A line that a kill cut short is dropped; records made with other settings are refused. Settings that are
+    mappings (drafts, suites) may gain entries: only common ones must agree.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """Open the file, or begin it.
+
+        Args:
+            path: of the file.
+            settings: everything that the records depend on.
+
+        Raises:
+            UserError: the file's records were made with other settings, or the file is no such file.
+        """
+        self.path = path
+        self.records: dict[tuple[str, float, str, int], Record] = {}
+        settings = json.loads(json.dumps(settings))
+        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+        whole = lines[:-1]  # what follows the last line break was cut short, or is empty
+        if whole:
+            settings = merge(self._read(whole, settings), settings)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [json.dumps({"settings": settings}), *(json.dumps(asdict(r)) for r in self.records.values())]
+        aside = path.with_name(path.name + ".part")
+        aside.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        aside.replace(path)
+
+    def _read(self, lines: list[str], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            header, *rows = (json.loads(line) for line in lines)
+            before = header["settings"]
+            records = [Record(**row) for row in rows]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{self.path} holds no evaluation records ({error}); move it away") from error
+        names = conflicts(before, settings)
+        if names:
+            raise UserError(
+                f"{self.path} holds records made with other settings (differs: {', '.join(names)}): "
+                "choose another --name, or pass --restart true to measure again"
+            )
+        self.records = {record.key: record for record in records}
+        return before
+
+    def append(self, record: Record) -> None:
+        """Write a record to the end of the file."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+        self.records[record.key] = record

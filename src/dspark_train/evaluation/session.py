@@ -1,0 +1,220 @@
+"""``evaluate`` from its options: opens drafts, decodes what is missing, writes the table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dspark_train.calibration.io import Calibration
+from dspark_train.decoding.policies import Policy, parse_policy
+from dspark_train.decoding.sampling import SamplingRule
+from dspark_train.draft.model import DSparkDraft
+from dspark_train.errors import UserError
+from dspark_train.evaluation.baselines import without_head
+from dspark_train.evaluation.evaluate import (
+    DraftMethod,
+    Evaluation,
+    LookupMethod,
+    Method,
+    PlainMethod,
+    run_evaluation,
+)
+from dspark_train.evaluation.records import RecordFile
+from dspark_train.evaluation.suites import Suite, load_suite
+from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.target.frozen import FrozenTarget
+from dspark_train.training.run import environment, load_run
+
+BASELINES = ("plain", "head_off", "prompt_lookup")
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What ``evaluate`` is asked for; see the command for the meaning of each."""
+
+    run: Path
+    suites: Sequence[str]
+    suites_dir: Path | None = None
+    prompts: int | None = 20
+    temperatures: Sequence[float] = (0.0, 1.0)
+    drafts: Sequence[str] = ()
+    baselines: Sequence[str] = BASELINES
+    max_new_tokens: int = 256
+    top_k: int = 0
+    top_p: float = 1.0
+    policy: str = "fixed"
+    costs: Path | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    seed: int = 0
+    name: str = "suites"
+    restart: bool = False
+    bootstrap: Bootstrap = field(default_factory=Bootstrap)
+
+    def check(self) -> None:
+        """Refuse what cannot work before anything is loaded."""
+        for baseline in self.baselines:
+            if baseline not in BASELINES:
+                raise UserError(f"baselines: {baseline!r} is none of {', '.join(BASELINES)}")
+        if not self.suites:
+            raise UserError("suites: name at least one, such as gsm8k,humaneval,mt-bench")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError(f"temperatures {list(self.temperatures)} must be at least one number ≥ 0")
+        if not 0 < self.bootstrap.confidence < 1:
+            raise UserError(f"confidence {self.bootstrap.confidence} must lie between 0 and 1")
+        if self.max_new_tokens < 2:
+            raise UserError(f"max_new_tokens {self.max_new_tokens} must be at least 2, or no round happens")
+        if not self.name or Path(self.name).name != self.name:
+            raise UserError(f"name {self.name!r} must be a plain file name without folders")
+
+
+@dataclass(frozen=True, eq=False)
+class OpenDraft:
+    """A draft, what it is called, and where it came from."""
+
+    label: str
+    draft: DSparkDraft
+    folder: Path
+    temperatures: list[float] | None
+
+
+def draft_folder(path: Path) -> Path:
+    """Return the folder of the draft itself, given that or a run's folder."""
+    for folder in (path / "draft", path):
+        if (folder / "config.json").is_file():
+            return folder
+    raise UserError(f"{path} holds no draft: neither draft/config.json nor config.json")
+
+
+def weights_digest(folder: Path) -> str:
+    """Return 16 hexadecimal digits that name the weights and the configuration of a draft."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def retap(target: FrozenTarget, layer_ids: Sequence[int]) -> FrozenTarget:
+    """Return the same target tapped elsewhere: the model is shared, not copied."""
+    if tuple(layer_ids) == tuple(target.layer_ids):
+        return target
+    return FrozenTarget(target.model, list(layer_ids), target.tokenizer, target.name)
+
+
+def _calibration(run: Path, draft: DSparkDraft) -> list[float] | None:
+    path = run / "calibration.json"
+    if draft.confidence_head is None or not path.is_file():
+        return None
+    return list(Calibration.load(path, draft.config.block_size).temperatures)
+
+
+def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft) -> list[OpenDraft]:
+    """Return the run's draft and the further ones, in the order of the table."""
+    opened = [
+        OpenDraft(options.run.resolve().name, own, options.run / "draft", _calibration(options.run, own))
+    ]
+    for spec in options.drafts:
+        label, _, given = spec.rpartition("=")
+        path = Path(given)
+        folder = draft_folder(path)
+        draft = DSparkDraft.load(folder, dtype=target.dtype).eval()
+        draft.to(device=target.device)
+        draft.borrow(target)
+        opened.append(OpenDraft(label or path.resolve().name, draft, folder, _calibration(path, draft)))
+    labels = [one.label for one in opened]
+    if len(set(labels)) < len(labels):
+        raise UserError(f"drafts: two of {', '.join(labels)} have one name; write --drafts name=folder")
+    return opened
+
+
+def make_methods(
+    options: EvaluateOptions, target: FrozenTarget, drafts: Sequence[OpenDraft], policy: Policy
+) -> list[Method]:
+    """Return all methods: plain, the drafts, then the other baselines."""
+    methods: list[Method] = [PlainMethod(target)] if "plain" in options.baselines else []
+    for one in drafts:
+        tapped = retap(target, one.draft.config.layer_ids)
+        key = f"draft:{one.label}"
+        methods.append(DraftMethod(tapped, one.draft, key, one.label, "draft", one.temperatures, policy))
+    first = drafts[0]
+    if "head_off" in options.baselines and first.draft.markov_head is not None:
+        tapped = retap(target, first.draft.config.layer_ids)
+        label = f"{first.label}, head off"
+        off = without_head(first.draft)
+        methods.append(DraftMethod(tapped, off, f"head_off:{first.label}", label, "head_off"))
+    if "prompt_lookup" in options.baselines:
+        methods.append(LookupMethod(target, first.draft.config.block_size))
+    for method in methods:
+        method.decoder(SamplingRule())  # a pair that does not fit fails here, before an hour of decoding
+    return methods
+
+
+def _settings(
+    options: EvaluateOptions, suites: Sequence[Suite], drafts: Sequence[OpenDraft]
+) -> dict[str, Any]:
+    return {
+        "max_new_tokens": options.max_new_tokens,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "policy": options.policy,
+        "dtype": options.dtype or "the run's",
+        "seed": options.seed,
+        "drafts": {one.label: weights_digest(one.folder) for one in drafts},
+        "confidence_temperatures": {one.label: one.temperatures for one in drafts},
+        "suites": {suite.name: _texts_digest(suite) for suite in suites},
+    }
+
+
+def _texts_digest(suite: Suite) -> str:
+    return hashlib.sha256(repr([prompt.turns for prompt in suite.prompts]).encode()).hexdigest()[:16]
+
+
+def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, Any]:
+    """Decode what the run's record file does not hold yet, and write ``evaluation/<name>.json``.
+
+    Args:
+        options: what is asked for.
+        progress: called with (done, all, latest record) after every prompt.
+
+    Returns:
+        The table, as written.
+    """
+    options.check()
+    suites = [
+        load_suite(spec, folder=options.suites_dir, limit=options.prompts, seed=options.seed)
+        for spec in options.suites
+    ]
+    policy = parse_policy(options.policy, options.costs)
+    run = load_run(options.run, options.dtype)
+    drafts = open_drafts(options, run.target, run.draft)
+    evaluation = Evaluation(
+        target=run.target,
+        methods=make_methods(options, run.target, drafts, policy),
+        temperatures=options.temperatures,
+        max_new_tokens=options.max_new_tokens,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        template=run.config.get("data", {}).get("template"),
+    )
+    folder = options.run / "evaluation"
+    path = folder / f"{options.name}.records.jsonl"
+    if options.restart:
+        path.unlink(missing_ok=True)
+    settings = _settings(options, suites, drafts)
+    file = RecordFile(path, settings)
+    run_evaluation(evaluation, suites, file, progress)
+    described = [{"key": m.key, "label": m.label, "kind": m.kind} for m in evaluation.methods]
+    wanted = {(m.key, t) for m in evaluation.methods for t in options.temperatures}
+    records = [record for record in file.records.values() if (record.method, record.temperature) in wanted]
+    whole = settings | {"prompts_per_suite": options.prompts, "environment": environment()}
+    table = summarise(records, described, whole, options.bootstrap)
+    target = folder / f"{options.name}.json"
+    aside = target.with_suffix(".part")
+    aside.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    aside.replace(target)
+    return table

@@ -1,0 +1,182 @@
+"""Benchmark suites: prompts of one or several turns, from JSONL files or from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark_train.errors import UserError
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class SuitePrompt:
+    """One prompt: what the user says, turn by turn."""
+
+    index: int
+    """Place in the whole suite."""
+    turns: tuple[str, ...]
+    domain: str
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The prompts that are decoded of one suite."""
+
+    name: str
+    domain: str
+    prompts: tuple[SuitePrompt, ...]
+
+
+@dataclass(frozen=True)
+class HubSuite:
+    """Where a suite lies on the hub, and how a row of it becomes a prompt."""
+
+    repository: str
+    domain: str
+    turns: Callable[[Mapping[str, Any]], Sequence[str]]
+    subset: str | None = None
+    split: str = "test"
+    files: str | None = None
+    """Pattern of JSONL files, for repositories that ``datasets`` cannot read by themselves."""
+
+
+def _math(field: str) -> Callable[[Mapping[str, Any]], Sequence[str]]:
+    return lambda row: [f"{row[field]}\n{BOXED}"]
+
+
+def _humaneval(row: Mapping[str, Any]) -> Sequence[str]:
+    task = "Write a solution to the following problem and make sure that it passes the tests:"
+    return [f"{task}\n```python\n{row['prompt']}\n```"]
+
+
+def _mbpp(row: Mapping[str, Any]) -> Sequence[str]:
+    return [f"{row['prompt']}\nYour code should pass these tests:\n" + "\n".join(row["test_list"])]
+
+
+def _livecodebench(row: Mapping[str, Any]) -> Sequence[str]:
+    task = "Solve the following problem with a correct Python program. Answer with the program only."
+    starter = f"\n\n```python\n{row['starter_code']}\n```" if row.get("starter_code") else ""
+    return [f"{task}\n\n{row['question_content']}{starter}"]
+
+
+def _alpaca(row: Mapping[str, Any]) -> Sequence[str]:
+    return [f"{row['instruction']}\n\n{row['input']}" if row.get("input") else str(row["instruction"])]
+
+
+HUB = {
+    "gsm8k": HubSuite("openai/gsm8k", "math", _math("question"), "main"),
+    "math500": HubSuite("HuggingFaceH4/MATH-500", "math", _math("problem")),
+    "aime25": HubSuite("MathArena/aime_2025", "math", _math("problem"), split="train"),
+    "humaneval": HubSuite("openai/openai_humaneval", "code", _humaneval),
+    "mbpp": HubSuite("google-research-datasets/mbpp", "code", _mbpp, "sanitized"),
+    "livecodebench": HubSuite(
+        "livecodebench/code_generation_lite", "code", _livecodebench, files="test*.jsonl"
+    ),
+    "mt-bench": HubSuite("HuggingFaceH4/mt_bench_prompts", "chat", lambda row: row["prompt"], split="train"),
+    "alpaca": HubSuite("tatsu-lab/alpaca", "chat", _alpaca, split="train"),
+    "arena-hard-v2": HubSuite(
+        "lmarena-ai/arena-hard-auto",
+        "chat",
+        lambda row: [row["prompt"]],
+        files="data/arena-hard-v2.0/question.jsonl",
+    ),
+}
+"""Suites by the paper's names."""
+
+
+def load_suite(spec: str, *, folder: Path | None = None, limit: int | None = None, seed: int = 0) -> Suite:
+    """Read a suite and choose its prompts.
+
+    Args:
+        spec: ``name`` (a file ``name.jsonl`` in ``folder``, else the hub), a JSONL file, or ``name=file``.
+        folder: where JSONL files of suites lie.
+        limit: number of prompts, drawn without replacement; None takes all.
+        seed: of the draw. The choice depends on the seed and the suite's name only.
+
+    Raises:
+        UserError: unknown suite, unreadable file or row, or no network.
+    """
+    name, _, given = spec.partition("=")
+    path = Path(given) if given else Path(spec) if spec.endswith(".jsonl") else None
+    if path is None and folder is not None and (folder / f"{name}.jsonl").is_file():
+        path = folder / f"{name}.jsonl"
+    elif path is not None and not given:
+        name = path.stem
+    if limit is not None and limit < 1:
+        raise UserError(f"prompts {limit} must be at least 1 per suite")
+    domain = HUB[name].domain if name in HUB else "unknown"
+    prompts = read_jsonl(path, domain) if path is not None else _from_hub(name, folder)
+    if not prompts:
+        raise UserError(f"suite {name} has no prompts ({path or HUB[name].repository})")
+    if limit is not None and limit < len(prompts):
+        chosen = random.Random(f"{seed}/{name}").sample(range(len(prompts)), limit)
+        prompts = [prompts[index] for index in sorted(chosen)]
+    domains = {prompt.domain for prompt in prompts}
+    return Suite(name, domains.pop() if len(domains) == 1 else "mixed", tuple(prompts))
+
+
+def read_jsonl(path: Path, domain: str = "unknown") -> list[SuitePrompt]:
+    """Read prompts from JSONL: ``turns`` (list of texts), ``prompt`` (one text) or ``messages`` per row.
+
+    Of ``messages`` only what users say is kept: the target writes its own answers. ``domain`` in a row wins
+    over the argument.
+
+    Raises:
+        UserError: names the file and the line.
+    """
+    if not path.is_file():
+        raise UserError(f"suite file {path} does not exist")
+    prompts: list[SuitePrompt] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            turns = _turns(row)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path}, line {number}: expected an object with turns, prompt or messages ({error!r})"
+            ) from error
+        if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise UserError(f"{path}, line {number}: turns must be non-empty texts")
+        prompts.append(SuitePrompt(len(prompts), tuple(turns), str(row.get("domain", domain))))
+    return prompts
+
+
+def _turns(row: Mapping[str, Any]) -> list[str]:
+    if "turns" in row:
+        return list(row["turns"])
+    if "messages" in row:
+        return [message["content"] for message in row["messages"] if message["role"] == "user"]
+    return [row["prompt"]]
+
+
+def _from_hub(name: str, folder: Path | None) -> list[SuitePrompt]:
+    if name not in HUB:
+        beside = f" and there is no {folder / name}.jsonl" if folder is not None else ""
+        raise UserError(
+            f"unknown suite {name!r}{beside}: known are {', '.join(HUB)}; or give name=file.jsonl with a "
+            "list `turns` per line"
+        )
+    suite = HUB[name]
+    from datasets import load_dataset
+
+    try:
+        if suite.files:
+            files = f"hf://datasets/{suite.repository}/{suite.files}"
+            rows = load_dataset("json", data_files=files, split="train")
+        else:
+            rows = load_dataset(suite.repository, suite.subset, split=suite.split)
+    except Exception as error:  # whatever a network, a proxy or the hub may answer
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"suite {name} could not be read from the hub ({suite.repository}: {reason}); without a network "
+            f"give {name}=file.jsonl, or --suites_dir with {name}.jsonl in it"
+        ) from error
+    return [SuitePrompt(i, tuple(suite.turns(row)), suite.domain) for i, row in enumerate(rows)]

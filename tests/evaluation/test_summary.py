@@ -1,0 +1,171 @@
+"""Records and their table: hand-checkable numbers, resuming, and comparison on common prompts only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspark_train.calibration.report import measure_reliability
+from dspark_train.errors import UserError
+from dspark_train.evaluation.page import render
+from dspark_train.evaluation.records import Record, RecordFile, count_trace
+from dspark_train.evaluation.suite_section import suites_section
+from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.structures import DecodingTrace
+
+METHODS = [
+    {"key": "plain", "label": "plain"},
+    {"key": "draft", "label": "draft"},
+    {"key": "b", "label": "other"},
+]
+BOOT = Bootstrap(resamples=200)
+
+
+def record(
+    method: str, index: int, *, suite: str = "gsm8k", committed: int = 20, seconds: float = 1.0
+) -> Record:
+    speculative = method != "plain"
+    return Record(
+        method=method,
+        temperature=0.0,
+        suite=suite,
+        index=index,
+        domain="math" if suite == "gsm8k" else "chat",
+        tokens=21,
+        seconds=seconds,
+        rounds=10 if speculative else 0,
+        committed=committed if speculative else 0,
+        reached=[10, 5] if speculative else [],
+        kept=[5, 4] if speculative else [],
+        digest="same",
+    )
+
+
+def test_counts_of_a_trace_by_hand() -> None:
+    trace = DecodingTrace(
+        request=torch.zeros(4, dtype=torch.int64),
+        anchor=torch.arange(4),
+        proposed=torch.zeros(4, 3, dtype=torch.int64),
+        confidence_logits=torch.full((4, 3), float("nan")),
+        verify_length=torch.tensor([3, 3, 1, 0]),
+        accepted=torch.tensor([3, 1, 1, 0]),
+        committed=torch.tensor([4, 2, 2, 1]),
+    )
+    counts = count_trace(trace)
+    # slot 1 was verified in three rounds; slot 2 reached in two of them and kept in one; slot 3 in that one
+    assert counts == {"rounds": 4, "committed": 9, "reached": [3, 2, 1], "kept": [3, 1, 1], "bins": []}
+
+
+def test_calibration_error_of_records_is_that_of_the_joined_trace() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 3, generator=generator)
+    accepted = (torch.rand(300, 3, generator=generator) < (logits * 0.5).sigmoid()).int().cumprod(1).sum(1)
+    whole = DecodingTrace(
+        request=torch.zeros(300, dtype=torch.int64),
+        anchor=torch.arange(300),
+        proposed=torch.zeros(300, 3, dtype=torch.int64),
+        confidence_logits=logits,
+        verify_length=torch.full((300,), 3),
+        accepted=accepted,
+        committed=accepted + 1,
+    )
+    parts = []
+    for start in (0, 100, 200):
+        names = (
+            "request",
+            "anchor",
+            "proposed",
+            "confidence_logits",
+            "verify_length",
+            "accepted",
+            "committed",
+        )
+        cut = {name: getattr(whole, name)[start : start + 100] for name in names}
+        counts = count_trace(dataclasses.replace(whole, **cut), [1.5, 1.2, 1.1])
+        parts.append(dataclasses.replace(record("draft", start), **counts))
+    table = summarise(parts, METHODS[1:2], {}, BOOT)
+    expected = measure_reliability(whole, [1.5, 1.2, 1.1]).mean_ece
+    assert table["results"][0]["suites"]["gsm8k"]["methods"]["draft"]["ece"] == pytest.approx(
+        expected, abs=1e-9
+    )
+
+
+def test_numbers_of_the_table_by_hand() -> None:
+    records = [record("plain", i, seconds=2.0) for i in range(4)]
+    records += [record("draft", i, committed=20 + i) for i in range(4)]
+    records += [record("b", i, committed=19 + i) for i in range(4)]
+    records += [
+        record(m, i, suite="mt-bench", committed=30) for m in ("plain", "draft", "b") for i in range(2)
+    ]
+    result = summarise(records, METHODS, {}, BOOT)["results"][0]
+    gsm8k = result["suites"]["gsm8k"]
+    assert gsm8k["prompts"] == 4
+    assert gsm8k["methods"]["draft"]["tau"]["value"] == pytest.approx(2.15)
+    assert gsm8k["methods"]["draft"]["speedup"]["value"] == pytest.approx(2.0)
+    assert gsm8k["methods"]["draft"]["conditional"] == [0.5, 0.8]
+    assert gsm8k["methods"]["draft"]["identical"] == 4
+    assert gsm8k["methods"]["plain"]["tau"]["value"] == 1.0
+    macro = result["macro"]["draft"]
+    assert macro["tau"]["value"] == pytest.approx((2.15 + 3.0) / 2)
+    assert macro["speedup"]["value"] == pytest.approx((2.0 + 1.0) / 2)
+    assert result["domains"]["chat"]["methods"]["draft"]["tau"]["value"] == pytest.approx(3.0)
+    difference = result["differences"][0]
+    assert (difference["first"], difference["second"]) == ("draft", "b")
+    # 0.1 tokens on every prompt of one suite and none on the other: no spread at all, as the pairs agree
+    assert difference["macro"]["value"] == pytest.approx(0.05)
+    assert difference["macro"]["low"] == pytest.approx(0.05)
+    assert difference["suites"]["gsm8k"]["high"] == pytest.approx(0.1)
+
+
+def test_prompts_that_a_method_has_not_decoded_are_left_out() -> None:
+    records = [record("plain", 0), record("draft", 0), record("b", 0), record("plain", 1), record("draft", 1)]
+    result = summarise(records, METHODS, {}, BOOT)["results"][0]
+    assert result["suites"]["gsm8k"]["prompts"] == 1
+    assert summarise(records[3:], METHODS, {}, BOOT)["results"] == []
+
+
+def test_table_becomes_a_section_of_the_report() -> None:
+    records = [record(m, i, seconds=2.0 - (m != "plain")) for m in ("plain", "draft", "b") for i in range(3)]
+    section = suites_section("suites", summarise(records, METHODS, {}, BOOT))
+    assert section is not None
+    assert section.tables[0].rows[0][:2] == ["gsm8k", "math"]
+    assert suites_section("suites", {"results": []}) is None
+    from dspark_train.evaluation.page import Page
+
+    assert "gsm8k" in render(Page("t", "k", "", sections=[section]))
+
+
+def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "suites.records.jsonl"
+    file = RecordFile(path, {"seed": 0})
+    file.append(record("plain", 0))
+    file.append(record("plain", 1))
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    reopened = RecordFile(path, {"seed": 0})
+    assert list(reopened.records) == [("plain", 0.0, "gsm8k", 0)]
+    reopened.append(record("plain", 1))
+    assert path.read_text() == whole
+
+
+def test_further_drafts_may_join_but_none_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "more.jsonl"
+    file = RecordFile(path, {"drafts": {"a": 1}})
+    file.append(record("plain", 0))
+    assert RecordFile(path, {"drafts": {"b": 2}}).records == file.records
+    with pytest.raises(UserError, match=r"differs: drafts\.a"):
+        RecordFile(path, {"drafts": {"a": 2}})
+
+
+def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "suites.records.jsonl"
+    RecordFile(path, {"seed": 0, "max_new_tokens": 64}).append(record("plain", 0))
+    with pytest.raises(UserError, match=r"differs: max_new_tokens"):
+        RecordFile(path, {"seed": 0, "max_new_tokens": 65})
+    path.write_text(json.dumps({"something": "else"}) + "\n")
+    with pytest.raises(UserError, match="no evaluation records"):
+        RecordFile(path, {"seed": 0})
