@@ -95,7 +95,8 @@ def test_zero_verified_tokens_are_plain_decoding_without_a_draft_to_pay():
 def test_a_queue_by_hand():
     """Two requests, one at a time and both at once: whole blocks, so the steps are the recorded rounds."""
     trace = record(requests=2, rounds=10)
-    tokens, seconds = simulate_queue(trace, linear(), FixedLength(), 1)
+    tokens, seconds, rounds = simulate_queue(trace, linear(), FixedLength(), 1)
+    assert rounds == 20
     assert tokens == int(trace.committed.sum())
     assert seconds == pytest.approx(20 * (10 + 0.5 * 5) / 1000)
     assert simulate_queue(trace, linear(), FixedLength(), 2)[1] == pytest.approx(10 * (10 + 0.5 * 10) / 1000)

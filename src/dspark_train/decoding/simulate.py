@@ -233,7 +233,7 @@ def simulate_queue(
     batch_size: int,
     *,
     temperatures: Sequence[float] | None = None,
-) -> tuple[int, float]:
+) -> tuple[int, float, int]:
     """Predict the decoding of just the recorded requests, ``batch_size`` at once.
 
     The real decoder can do the same, and check the prediction.
@@ -246,18 +246,19 @@ def simulate_queue(
         temperatures: ``[γ]`` of the confidences; None for raw ones.
 
     Returns:
-        Tokens (each request's first one, which its prompt's pass makes, is not among them) and seconds.
+        Tokens (each request's first one, which its prompt's pass makes, is not among them), seconds, and
+        rounds of single requests.
     """
     replay = Replay(trace, temperatures, batch_size, endless=False)
     if policy is not None:
         played = play(replay, policy)
-        return int(played.tokens.sum()), float(played.seconds(costs).sum())
+        return int(played.tokens.sum()), float(played.seconds(costs).sum()), int(played.active.sum())
     tokens, seconds = 0, 0.0
     while len(replay.round):
         active = len(replay.round)
         replay.advance(torch.ones(active, dtype=torch.int64))
         tokens, seconds = tokens + active, seconds + _plain_seconds(costs, active)
-    return tokens, seconds
+    return tokens, seconds, tokens
 
 
 def _point(name: str, costs: CostTable, requests: int, played: Steps) -> LoadPoint:
