@@ -1,0 +1,141 @@
+"""Whole commands on a tiny model: fit with everything after it, and each stage as a command of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_data import tiny_conversations, write_rows, write_target
+
+from dspark_train.cli import main
+from dspark_train.draft.model import DSparkDraft
+
+pytestmark = pytest.mark.end_to_end
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ready")
+    write_target(folder / "target")
+    write_rows(folder / "rows.jsonl", tiny_conversations(36))
+    config = {
+        "seed_everything": 0,
+        "target": {"name_or_path": str(folder / "target"), "layer_ids": [0, 1, 2], "dtype": "float32"},
+        "draft": {"num_layers": 1, "block_size": 3, "markov_rank": 4},
+        "optimizer": {"lr": 3e-3},
+        "data": {
+            "path": str(folder / "rows.jsonl"),
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "max_length": 64,
+            "num_anchors": 4,
+            "cache_dir": str(folder / "cache"),
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "precision": "32-true",
+            "max_steps": 6,
+            "log_every_n_steps": 2,
+            "val_check_interval": 3,
+            "check_val_every_n_epoch": None,
+            "gradient_clip_val": 1.0,
+        },
+        "run": {"folder": str(folder / "run")},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["dspark-train", *map(str, words)])
+    main()
+
+
+@pytest.fixture(scope="module")
+def run(ready: Path) -> Path:
+    """A finished run with all stages after training."""
+    with pytest.MonkeyPatch.context() as patch:
+        call(patch, "fit", "--config", ready / "tiny.yaml")
+    return ready / "run"
+
+
+def test_a_run_holds_everything(run: Path) -> None:
+    for name in ("config.yaml", "run.json", "metrics.csv", "decode.json", "calibration.json", "report.html"):
+        assert (run / name).is_file(), name
+    assert json.loads((run / "run.json").read_text())["finished"] is True
+    assert list((run / "trainer").glob("*.ckpt"))
+    assert list((run / "traces").glob("*.safetensors"))
+    header = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train/loss", "train/tau", "train/accept_1", "val/loss", "val/tau"} <= set(header)
+
+
+def test_calibration_is_in_the_engines_layout(run: Path) -> None:
+    content = json.loads((run / "calibration.json").read_text())
+    assert len(content["temperatures"]) == 3
+    assert all(temperature > 0 for temperature in content["temperatures"])
+    assert {"dataset", "num_samples", "ece_before", "ece_after"} <= set(content)
+
+
+def test_decoding_is_lossless_in_fp32(run: Path) -> None:
+    text = (run / "decode.json").read_text()
+    assert '"identical": true' in text.replace('"identical":true', '"identical": true')
+    assert '"identical": false' not in text
+
+
+def test_config_of_a_run_makes_it_again(run: Path, ready: Path, monkeypatch, tmp_path) -> None:
+    call(
+        monkeypatch,
+        "fit",
+        "--config",
+        run / "config.yaml",
+        "--run.folder",
+        tmp_path / "again",
+        "--run.after",
+        "[]",
+    )
+    first, second = DSparkDraft.load(run / "draft"), DSparkDraft.load(tmp_path / "again" / "draft")
+    for (name, a), (_, b) in zip(first.state_dict().items(), second.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_stages_are_commands_of_their_own(run: Path, monkeypatch) -> None:
+    for name in ("decode.json", "calibration.json", "report.html"):
+        (run / name).unlink()
+    call(monkeypatch, "calibrate", run)
+    call(monkeypatch, "decode", run)
+    call(monkeypatch, "report", run)
+    call(monkeypatch, "export", run)
+    for name in ("decode.json", "calibration.json", "report.html", "export/native/config.json"):
+        assert (run / name).is_file(), name
+
+
+def test_flags_win_over_files(ready: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["dspark-train", "fit", "--config", str(ready / "tiny.yaml"), "--draft.num_layers", "2", "--print_config"],
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["draft"]["num_layers"] == 2
+
+
+def test_validate(ready: Path, monkeypatch, capsys) -> None:
+    call(monkeypatch, "validate", "--config", ready / "tiny.yaml", "--run.folder", ready / "validated")
+    assert "val/tau" in capsys.readouterr().out
+
+
+def test_wandb_offline(ready: Path, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    overlay = Path(__file__).parents[2] / "configs" / "wandb.yaml"
+    words = ["fit", "--config", ready / "tiny.yaml", "--config", overlay, "--run.folder", tmp_path / "run"]
+    words += ["--trainer.logger.init_args.save_dir", tmp_path, "--run.after", "[decode]"]
+    call(monkeypatch, *words)
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert (tmp_path / "run" / "metrics.csv").is_file()
