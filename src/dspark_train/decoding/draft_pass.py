@@ -1,6 +1,6 @@
 """Draft side of a decoding round: cached context, one parallel pass, the walk of the sequential head.
 
-    R  requests      γ  block size      S  flat rows of a target pass      U  vocabulary of the draft
+R  requests      γ  block size      S  flat rows of a target pass      U  vocabulary of the draft
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class DraftPass:
     def append(self, features: Tensor, layout: RowLayout) -> None:
         """Add context: the target's features ``[S, m·d]`` at the rows of ``layout``.
 
-        Rows of tokens that verification rejected may be among them: they lie at or after the next anchor, where no
-        block looks, and are overwritten.
+        Rows of tokens that verification rejected may be among them: they lie at or after the next anchor,
+        where no block looks, and are overwritten.
         """
         context = self.draft.context(features)
         rotation = self.draft.rotation(layout.position)
@@ -105,7 +105,7 @@ class DraftPass:
             if rule.greedy:
                 index = logits.argmax(-1)
             else:
-                distribution = rule.probabilities(self._cap(logits))
+                distribution = rule.probabilities(logits)
                 index = draw(distribution, generator)
                 distributions.append(distribution)
             previous = index if self._token_ids is None else self._token_ids[index]
@@ -119,10 +119,6 @@ class DraftPass:
             probabilities=torch.stack(distributions, dim=1) if distributions else None,
             confidence_logits=None if confidence is None else confidence.float(),
         )
-
-    def _cap(self, logits: Tensor) -> Tensor:
-        cap = self.draft.config.final_logit_softcapping
-        return cap * torch.tanh(logits / cap) if cap else logits
 
     def propose(
         self,
