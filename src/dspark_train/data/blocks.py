@@ -122,7 +122,13 @@ def build_blocks(
 
 
 def pack_blocks(
-    input_ids: Tensor, sequence: Tensor, anchor: Tensor, counts: Tensor, *, block_size: int, mask_token_id: int
+    input_ids: Tensor,
+    sequence: Tensor,
+    anchor: Tensor,
+    counts: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
 ) -> Blocks:
     """Fill in the tokens of given blocks.
 

@@ -16,11 +16,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
+from dspark_train.data.align import Aligner, TextTokens
 from dspark_train.data.conversations import BadConversation, Conversation, DroppedConversation
 from dspark_train.data.render import Renderer, SupervisedText
 from dspark_train.errors import UserError
+
+TokenSpans = tuple[Sequence[int] | NDArray[np.int32], list[tuple[int, int]]]
+"""Token ids of a sequence, and its supervised ranges."""
 
 TOKENIZE_VERSION = 1
 """Raised when the same conversation would give other tokens or another mask than before."""
@@ -83,6 +87,7 @@ class ConversationEncoder:
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._aligner = Aligner(self._backend)
         self._size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self._counts: Counter[str] = Counter()
 
@@ -120,12 +125,12 @@ class ConversationEncoder:
             except BadConversation as error:
                 planned.append(error)
         texts = [item.text for plan in planned if not isinstance(plan, BadConversation) for item in plan]
-        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False) if texts else [])
+        tokens = self._aligner.tokenize(texts)
         for conversation, plan in zip(conversations, planned, strict=True):
             if isinstance(plan, BadConversation):
                 yield plan
                 continue
-            pairs = [(item, next(encodings)) for item in plan]
+            pairs = [(item, next(tokens)) for item in plan]
             try:
                 sequences = self._exact(conversation) if conversation.exact else self._align(pairs)
                 yield self._examples(conversation, sequences)
@@ -147,7 +152,7 @@ class ConversationEncoder:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _exact(self, conversation: Conversation) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    def _exact(self, conversation: Conversation) -> Iterator[TokenSpans]:
         """Yield ``(ids, supervised token ranges)`` of a row that brings its own tokens."""
         if conversation.input_ids is not None and conversation.loss_mask is not None:
             padded = np.concatenate(
@@ -168,15 +173,13 @@ class ConversationEncoder:
             ids = prompt + answer
         yield ids, spans
 
-    def _align(
-        self, pairs: Sequence[tuple[SupervisedText, Encoding]]
-    ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    def _align(self, pairs: Sequence[tuple[SupervisedText, TextTokens]]) -> Iterator[TokenSpans]:
         """Yield ``(ids, supervised token ranges)`` of the rendered texts, in the order of their turns."""
-        for item, encoding in pairs:
+        for item, tokenized in pairs:
             aligned: list[tuple[int, int]] = []
             apart: list[tuple[int, int]] = []
             for span in item.spans:
-                tokens = _token_range(encoding, item.text, *span)
+                tokens = tokenized.range(*span)
                 if tokens is None:
                     apart.append(span)
                 else:
@@ -189,7 +192,7 @@ class ConversationEncoder:
                     self._counts["boundary inside a token: prompt and answer tokenized apart"] += 1
                     yield ids[0] + ids[1], [(len(ids[0]), len(ids[0]) + len(ids[1]))]
             if aligned:
-                yield encoding.ids, aligned
+                yield tokenized.ids, aligned
 
     def _encode_apart(self, prompt: str, answer: str) -> tuple[list[int], list[int]] | None:
         """Tokenize a prompt and the answer that continues it with a token boundary between them."""
@@ -210,19 +213,16 @@ class ConversationEncoder:
                 return before, after
         return None
 
-    def _examples(
-        self, conversation: Conversation, sequences: Iterator[tuple[list[int], list[tuple[int, int]]]]
-    ) -> list[Example]:
+    def _examples(self, conversation: Conversation, sequences: Iterator[TokenSpans]) -> list[Example]:
         """Check, truncate and wrap; raise BadConversation where nothing can be trained on."""
         examples: list[Example] = []
         nothing = BadConversation("no supervised token")
         for ids, spans in sequences:
             if spans and spans[0] == (0, len(ids)):
                 raise BadConversation("every token is supervised", "there is no prompt before the answer")
-            if not ids or min(ids) < 0 or max(ids) >= self._size:
-                raise BadConversation(
-                    "token id outside the vocabulary", f"{min(ids, default=0)}..{max(ids, default=0)}"
-                )
+            tokens = np.asarray(ids, dtype=np.int64)
+            if not tokens.size or tokens.min() < 0 or tokens.max() >= self._size:
+                raise BadConversation("token id outside the vocabulary", f"must be in 0..{self._size - 1}")
             end = spans[-1][1] if spans else 0
             if end > self.max_length:
                 self._counts["truncated to max_length"] += 1
@@ -237,7 +237,7 @@ class ConversationEncoder:
             for start, stop in spans:
                 mask[start:stop] = True
             example = Example(
-                np.asarray(ids[:end], dtype=np.int32),
+                tokens[:end].astype(np.int32),
                 mask,
                 conversation.domain,
                 conversation.id,
@@ -250,48 +250,3 @@ class ConversationEncoder:
         if not examples:
             raise nothing
         return examples
-
-
-def _token_range(encoding: Encoding, text: str, start: int, end: int) -> tuple[int, int] | None:
-    """Return the tokens that cover exactly ``text[start:end]``, or None where a token crosses one of its
-    ends.
-    """
-    if end <= start:
-        return None
-    first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-    if first is None or last is None:
-        return _token_range_by_offsets(encoding, text, start, end)
-    count = len(encoding.ids)
-    while last + 1 < count and (following := encoding.token_to_chars(last + 1)) and following[0] < end:
-        last += 1
-    head, tail = encoding.token_to_chars(first), encoding.token_to_chars(last)
-    if head is None or tail is None or head[0] < start or tail[1] > end:
-        return None
-    if start and text[start - 1] == " " and text[start] != " " and _holds_space(encoding.tokens[first]):
-        return None  # byte-level tokenizers leave the leading space out of a token's offsets
-    return first, last + 1
-
-
-def _token_range_by_offsets(encoding: Encoding, text: str, start: int, end: int) -> tuple[int, int] | None:
-    """Do the same by all offsets: some characters belong to no token's offsets (trimmed or normalised
-    away).
-    """
-    offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    inside = np.flatnonzero(
-        (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
-    )
-    if not inside.size:
-        return None
-    first, last = int(inside[0]), int(inside[-1])
-    crossing = (offsets[:, 0] < end) & (offsets[:, 1] > end) | (offsets[:, 0] < start) & (
-        offsets[:, 1] > start
-    )
-    if crossing.any() or inside.size != last + 1 - first:
-        return None
-    if start and text[start - 1] == " " and text[start] != " " and _holds_space(encoding.tokens[first]):
-        return None
-    return first, last + 1
-
-
-def _holds_space(token: str) -> bool:
-    return token.startswith(("Ġ", "▁", " "))
