@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dspark_train.decoding.studies import acceptance_by_position, threshold_sweep, wilson
+from dspark_train.decoding.studies import acceptance_by_position, drift_study, threshold_sweep, wilson
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 
@@ -85,6 +85,13 @@ def test_acceptance_by_hand():
 def test_acceptance_counts_verified_slots_only():
     cut = by_hand(verify_length=torch.tensor([3, 3, 1, 0]))
     assert acceptance_by_position(cut)[0].reached == [3, 2, 1]
+
+
+def test_drift_goes_from_the_easy_domain_to_the_hard_one():
+    drift = drift_study(by_hand(), by_hand())
+    assert (drift.first, drift.second) == ("math", "chat")  # τ 3 and 1.5
+    assert [point.phase for point in drift.points] == ["math", "chat"]
+    assert drift_study(by_hand(domains=("math", "math")), by_hand()) is None
 
 
 def test_wilson_interval():

@@ -101,7 +101,10 @@ def test_studies_write_tables_and_plots(run, capsys):
     assert len(acceptance["conditional"]) == GAMMA
     reliability = read(run / "studies" / "reliability.json")
     assert reliability["mean_ece_after"] < reliability["mean_ece_before"]
-    for name in ("threshold_sweep", "acceptance", "reliability_greedy"):
+    drift = read(run / "studies" / "online.json")
+    assert {drift["first"], drift["second"]} == {"chat", "math"}
+    assert drift["points"][-1]["rounds"] == 1200
+    for name in ("threshold_sweep", "acceptance", "reliability_greedy", "online"):
         assert (run / "plots" / f"{name}.png").stat().st_size > 5000
     assert "Threshold sweep" in capsys.readouterr().out
 

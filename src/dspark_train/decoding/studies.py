@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from dspark_train.calibration.report import split_by_domain, verified_slots
+from dspark_train.calibration.drift import DriftPoint, replay_drift
+from dspark_train.calibration.online import OnlineTemperatures
+from dspark_train.calibration.report import calibrate_traces, split_by_domain, verified_slots
 from dspark_train.calibration.temperature import conditional
 from dspark_train.decoding.policies import threshold_lengths
 from dspark_train.errors import UserError
@@ -139,6 +141,41 @@ def _acceptance(group: str, trace: DecodingTrace) -> Acceptance:
         reached=reached,
         cumulative=[hits / count if count else None for hits, count in zip(kept, seen, strict=True)],
     )
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Temperatures fitted on one domain's traffic, under another's."""
+
+    first: str
+    """Domain that the frozen temperatures were fitted on: the one accepted most."""
+    second: str
+    """Domain that follows: the one accepted least."""
+    points: list[DriftPoint]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"first": self.first, "second": self.second, "points": [vars(point) for point in self.points]}
+
+
+def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> Drift | None:
+    """Fit temperatures on the easiest domain, then let its held-out traffic give way to the hardest domain's.
+
+    Args:
+        fit: Rounds to fit on; only those of the first domain are used.
+        heldout: Rounds of the traffic.
+
+    Returns:
+        ECE of frozen and of following temperatures along the traffic; None where there are not two domains.
+    """
+    fitting, traffic = split_by_domain(fit), split_by_domain(heldout)
+    shared = sorted(fitting.keys() & traffic.keys(), key=lambda name: traffic[name].accepted_length)
+    if len(shared) < 2:
+        return None
+    first, second = shared[-1], shared[0]
+    start = calibrate_traces(fitting[first], traffic[first]).temperatures
+    phases = [(first, traffic[first]), (second, traffic[second])]
+    return Drift(first, second, replay_drift(phases, OnlineTemperatures(start)))
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float] | None:

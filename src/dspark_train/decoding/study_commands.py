@@ -11,7 +11,7 @@ from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
     from dspark_train.decoding.simulate import LoadPoint
-    from dspark_train.decoding.studies import Acceptance, Sweep
+    from dspark_train.decoding.studies import Acceptance, Drift, Sweep
 
 
 def studies(
@@ -40,8 +40,8 @@ def studies(
     from dspark_train.calibration.plots import plot_reliability
     from dspark_train.calibration.report import compare_reliability, trace_label
     from dspark_train.decoding.record import RecordedRounds, Recording
-    from dspark_train.decoding.studies import acceptance_by_position, threshold_sweep
-    from dspark_train.decoding.study_plots import plot_acceptance, plot_sweep
+    from dspark_train.decoding.studies import acceptance_by_position, drift_study, threshold_sweep
+    from dspark_train.decoding.study_plots import plot_acceptance, plot_drift, plot_sweep
 
     rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
     trace = rounds.trace(split, temperature)
@@ -71,6 +71,15 @@ def studies(
     before, after = 100 * compared.before.mean_ece, 100 * compared.after.mean_ece
     scaled = f", {after:.1f} % scaled" if temperatures else " (not calibrated: run `calibrate`)"
     print(f"reliability: mean ECE {before:.1f} % raw{scaled}; noise {100 * compared.after.mean_noise:.1f} %")
+    fitting = rounds.path("calibration", temperature)
+    if fitting.is_file() and split == "heldout":
+        from dspark_train.structures import DecodingTrace
+
+        drift = drift_study(DecodingTrace.load(fitting), trace)
+        if drift is not None:
+            _write(folder / "online.json", {**common, **drift.to_json()})
+            plot_drift(plots / "online.png", drift)
+            _print_drift(drift)
     print(f"wrote {folder} and {plots}")
 
 
@@ -200,6 +209,17 @@ def _print_sweeps(sweeps: Sequence[Sweep]) -> None:
                 *(f"{_share(s.acceptance_rate[i])} ({s.tokens_per_round[i]:.2f})" for s in sweeps),
             ]
             for i in chosen
+        ],
+    )
+
+
+def _print_drift(drift: Drift) -> None:
+    _table(
+        f"Load drifting from {drift.first} to {drift.second}: mean ECE in %",
+        ["traffic", "rounds", "frozen", "online", "noise"],
+        [
+            [p.phase, str(p.rounds), *(f"{100 * value:.1f}" for value in (p.frozen, p.online, p.noise))]
+            for p in drift.points
         ],
     )
 

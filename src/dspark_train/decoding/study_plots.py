@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from dspark_train.calibration.plots import PALETTE, finish
 from dspark_train.decoding.simulate import LoadPoint
-from dspark_train.decoding.studies import ALL, Acceptance, Sweep
+from dspark_train.decoding.studies import ALL, Acceptance, Drift, Sweep
 
 MARKERS = "osD^vPX"
 STYLES = ("-", "--", "-.", ":", "-", "--", "-.")
@@ -61,6 +61,26 @@ def plot_acceptance(path: Path, acceptances: Sequence[Acceptance]) -> None:
     for axis in (left, right):
         axis.set_xticks(range(1, len(acceptances[0].conditional) + 1))
         finish(axis)
+    figure.savefig(path, dpi=150)
+
+
+def plot_drift(path: Path, drift: Drift) -> None:
+    """Draw the calibration error of frozen and of following temperatures along a drifting load."""
+    figure = Figure(figsize=(5.6, 3.5), layout="constrained")
+    axis = figure.subplots()
+    x = [point.rounds for point in drift.points]
+    for index, name in enumerate(("frozen", "online")):
+        _line(axis, index, x, [100 * getattr(point, name) for point in drift.points], label=name)
+    axis.plot(
+        x, [100 * point.noise for point in drift.points], color="0.5", lw=1, ls=":", label="noise of counting"
+    )
+    change = max(point.rounds for point in drift.points if point.phase == drift.first)
+    axis.axvline(change, color="0.6", lw=0.8)
+    axis.text(change, 0.02, f" {drift.second} →", transform=axis.get_xaxis_transform(), size=9)
+    axis.text(change, 0.02, f"← {drift.first} ", ha="right", transform=axis.get_xaxis_transform(), size=9)
+    axis.set(xlabel="decoding rounds", ylabel="mean ECE of the survival probability (%)", ylim=(0, None))
+    axis.legend(frameon=False, fontsize="small")
+    finish(axis)
     figure.savefig(path, dpi=150)
 
 
