@@ -66,8 +66,8 @@ def make_draft(target: FrozenTarget) -> Callable[..., DSparkDraft]:
         rank = 0 if head == "none" else 8
         config = DSparkConfig(
             **{**SIZES, "num_hidden_layers": 2},
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             **{
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
                 "block_size": 4,
                 "num_target_layers": of.num_layers,
                 "target_layer_ids": list(of.layer_ids),
@@ -85,6 +85,7 @@ def make_draft(target: FrozenTarget) -> Callable[..., DSparkDraft]:
             if reduced is None
             else torch.randperm(VOCABULARY, generator=generator)[:reduced].sort().values
         )
+        torch.manual_seed(5)
         draft = DSparkDraft(config, target=of, draft_token_ids=ids)
         for parameter in draft.parameters():
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)

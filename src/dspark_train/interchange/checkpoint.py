@@ -212,7 +212,9 @@ def write_checkpoint(
     for name, tensor in tensors.items():
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
             shards.append({})
-        shards[-1][name] = tensor.detach().cpu().contiguous()
+        stored = tensor.detach().cpu().contiguous()
+        shares = any(stored.data_ptr() == other.data_ptr() for other in shards[-1].values() if stored.numel())
+        shards[-1][name] = stored.clone() if shares else stored  # tied matrices are written twice
     count, files, weight_map = len(shards), list[Path](), dict[str, str]()
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"

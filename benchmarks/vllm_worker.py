@@ -1,0 +1,73 @@
+"""Serves prompts in vLLM and prints tokens and speculative counters; run by the interpreter of a vLLM
+environment.
+
+usage: VENV/bin/python vllm_worker.py JOB.json
+
+JOB.json: {"target": DIR, "draft": DIR or null, "prompts": [[ids], ...], "max_tokens": N, "max_model_len": N}
+Prints one line, RESULT and a JSON object: tokens, metrics, versions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+    "TRITON_INTERPRET": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""vLLM on the CPU: one process, its draft through Triton's own interpreter."""
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
+    """Load the pair, answer the prompts greedily in float32, and read the counters."""
+    from vllm import LLM, SamplingParams
+
+    speculative = {"method": "dspark", "model": job["draft"]} if job["draft"] else None
+    engine = LLM(
+        model=job["target"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=job["max_model_len"],
+        max_num_seqs=4,
+        max_num_batched_tokens=job["max_model_len"],
+        kv_cache_memory_bytes=1 << 30,
+        speculative_config=speculative,
+        disable_log_stats=False,
+        async_scheduling=False,
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    settings = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"])
+    answers = engine.generate(prompts, settings, use_tqdm=False)
+    counters: dict[str, Any] = {}
+    for metric in engine.get_metrics():
+        if "spec_decode" in metric.name:
+            counters[metric.name.split("spec_decode_")[1]] = getattr(
+                metric, "values", getattr(metric, "value", None)
+            )
+    return {"tokens": [list(answer.outputs[0].token_ids) for answer in answers], "counters": counters}
+
+
+def versions() -> dict[str, str]:
+    """Of the engine and what it runs on."""
+    names = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    return {name: names[name] for name in ("vllm", "vllm-cpu", "torch", "transformers") if name in names}
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print("RESULT " + json.dumps({**serve(job), "versions": versions()}))
+
+
+if __name__ == "__main__":
+    main()
