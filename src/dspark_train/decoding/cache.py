@@ -5,8 +5,8 @@
     C  positions that a slot can hold
 
 A pass brings rows of any number of requests, any number each. Linear layers see the S rows and nothing else;
-attention writes each row's key and value at its position of its request's buffer and reads that request's buffer up
-to a limit. Nothing is concatenated, and a rejected token is forgotten by being overwritten.
+attention writes each row's key and value at its position of its request's buffer and reads that request's
+buffer up to a limit. Nothing is concatenated, and a rejected token is forgotten by being overwritten.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class RaggedCache:
 class RowLayout:
     """Rows of one pass: ``counts[i]`` consecutive positions from ``starts[i]`` in slot ``i``, slot after slot.
 
-    Every row sees the positions of its own slot up to and including its own (causal), or, where ``block`` is set, up
-    to the last row of its slot (a draft block sees itself in both directions).
+    Every row sees the positions of its own slot up to and including its own (causal), or, where ``block`` is
+    set, up to the last row of its slot (a draft block sees itself in both directions).
     """
 
     counts: Sequence[int]
@@ -207,7 +207,8 @@ class RaggedStep:
     def _is_prefill(self, window: int | None, softcap: float | None) -> bool:
         layout = self.layout
         whole = window is None or window >= layout.reach
-        return layout.starts[0] == 0 and layout.counts[0] > 1 and not layout.block and whole and softcap is None
+        fresh = layout.starts[0] == 0 and layout.counts[0] > 1 and not layout.block
+        return fresh and whole and softcap is None
 
     def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
         """``[R, 1, groups · max count, reach]``."""

@@ -2,10 +2,10 @@
 
     R  active requests      γ  block size      S  rows of a verification pass, Σ (verify length + 1)
 
-A round, for all active requests at once: the draft proposes γ tokens after each request's anchor; the policy picks
-how many of them are verified; the target runs the anchor and the picked tokens of all requests as one flat row
-list; verification accepts a prefix of each and adds a token of the target's own, the next anchor. Plain decoding is
-the same loop with no draft. Requests join as soon as one leaves.
+A round, for all active requests at once: the draft proposes γ tokens after each request's anchor; the policy
+picks how many of them are verified; the target runs the anchor and the picked tokens of all requests as one
+flat row list; verification accepts a prefix of each and adds a token of the target's own, the next anchor.
+Plain decoding is the same loop with no draft. Requests join as soon as one leaves.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def generate(
         domains: of each prompt, for the trace.
 
     Raises:
-        UserError: a prompt that is empty, too long or has unknown ids, a draft made for another target, or a policy
-            that needs the confidence head that the draft lacks.
+        UserError: a prompt that is empty, too long or has unknown ids, a draft made for another target, or a
+            policy that needs the confidence head that the draft lacks.
     """
     decoder = Decoder(target, draft, policy, SamplingRule(temperature, top_k, top_p), temperatures)
     requests = decoder.requests(prompts, max_new_tokens, stop_token_ids)
@@ -182,7 +182,9 @@ class Decoder:
                     "confidence head: use a fixed length"
                 )
         if temperatures is not None and len(temperatures) != self.block_size:
-            raise UserError(f"{len(temperatures)} temperatures were given for a block size of {self.block_size}")
+            raise UserError(
+                f"{len(temperatures)} temperatures were given for a block size of {self.block_size}"
+            )
         self.temperatures = None
         if temperatures is not None:
             self.temperatures = torch.tensor(list(temperatures)[: self.depth], device=target.device)
@@ -197,7 +199,9 @@ class Decoder:
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         stops = stop_sets(self.target, stop_token_ids, len(prompts))
         if len(limits) != len(prompts) or len(stops) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts, {len(limits)} limits and {len(stops)} stop lists do not match")
+            raise UserError(
+                f"{len(prompts)} prompts, {len(limits)} limits and {len(stops)} stop lists do not match"
+            )
         context = getattr(self.target.config, "max_position_embeddings", None)
         made = []
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -209,7 +213,9 @@ class Decoder:
             if limit < 1:
                 raise UserError(f"max_new_tokens {limit} of prompt {index} must be at least 1")
             if context is not None and len(ids) >= context:
-                raise UserError(f"prompt {index} has {len(ids)} tokens; the target's context of {context} is full")
+                raise UserError(
+                    f"prompt {index} has {len(ids)} tokens; the target's context of {context} is full"
+                )
             room = limit if context is None else min(limit, context - len(ids))
             made.append(_Request(index, ids, room, stops[index]))
         return made
@@ -274,11 +280,17 @@ class ActiveRun:
         self.watch = Stopwatch(self.device)
         self.timings = Timings()
 
-    def join(self, request: _Request) -> None:
-        """Give a request the next free slot: run its prompt and draw its first token."""
+    def join(self, request: _Request, known: int = 0) -> None:
+        """Give a request the next free slot: run its prompt and draw its first token.
+
+        Args:
+            request: not yet begun.
+            known: tokens of its prompt whose keys and values the slot already holds.
+        """
         with self.watch.part("prefill"):
-            layout = RowLayout([len(request.prompt)], [0], self.device, first_slot=len(self.active))
-            hidden, features = self.target(torch.tensor(request.prompt, device=self.device), layout)
+            rows = len(request.prompt) - known
+            layout = RowLayout([rows], [known], self.device, first_slot=len(self.active))
+            hidden, features = self.target(torch.tensor(request.prompt[known:], device=self.device), layout)
             if self.draft is not None and features is not None:
                 self.draft.append(features, layout)
             logits = self.decoder.target.lm_head(hidden[-1:])
@@ -336,7 +348,7 @@ class ActiveRun:
                 else conditional(logits, self.decoder.temperatures)
             )
             lengths = self.choose(confidence).tolist()
-        # the last token that a request may generate is the target's own: no draft token beyond that is verified
+        # a request's last token is the target's own: no draft token beyond that is verified
         pairs = zip(lengths, self.active, strict=True)
         return proposal, [1 + min(length, request.remaining - 1) for length, request in pairs]
 

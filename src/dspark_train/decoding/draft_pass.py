@@ -57,7 +57,7 @@ class DraftPass:
         rotation = self.draft.rotation(layout.position)
         step = RaggedStep(self.cache, layout)
         for index, layer in enumerate(self.draft.layers):
-            key, value = layer.self_attn.keys_values(context, rotation)  # type: ignore[operator, union-attr]
+            key, value = layer.self_attn.keys_values(context, rotation)
             step.write(index, key.transpose(0, 1), value.transpose(0, 1))
 
     def hidden(self, anchors: Tensor, positions: list[int]) -> Tensor:
@@ -78,7 +78,7 @@ class DraftPass:
         step = RaggedStep(self.cache, layout)
         x = self.draft.embed(ids)
         for index, layer in enumerate(self.draft.layers):
-            scale: float = layer.self_attn.scale  # type: ignore[assignment, union-attr]
+            scale = layer.self_attn.scale
             x = layer(x, rotation, partial(_attend, step, index, scale))
         return self.draft.norm(x)
 
@@ -134,5 +134,5 @@ class DraftPass:
 
 
 def _attend(step: RaggedStep, layer: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    flat = (heads.flatten(0, 1).transpose(0, 1) for heads in (query, key, value))
-    return step.attend(layer, *flat, scale).view(query.shape)
+    query_rows, key_rows, value_rows = (heads.flatten(0, 1).transpose(0, 1) for heads in (query, key, value))
+    return step.attend(layer, query_rows, key_rows, value_rows, scale).view(query.shape)

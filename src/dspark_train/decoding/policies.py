@@ -2,13 +2,14 @@
 
     R  concurrent requests      γ  block size      B  rows (tokens) of one verification pass
 
-The functions are pure, on whatever device their tensors live: sort, cumulative sum, compare; nothing is read back.
-With ``c_k`` the probability that draft token ``k`` is accepted given that all before it were, the survival
-probability ``a_k = Π_{i≤k} c_i`` never rises along a block, so the best ``(request, k)`` pairs always form prefixes.
+The functions are pure, on whatever device their tensors live: sort, cumulative sum, compare; nothing is read
+back. With ``c_k`` the probability that draft token ``k`` is accepted given that all before it were, the
+survival probability ``a_k = Π_{i≤k} c_i`` never rises along a block, so the best ``(request, k)`` pairs
+always form prefixes.
 
-Decoding stays lossless because whether token ``k`` is verified depends on nothing that was known only after token
-``k`` was drawn: :func:`causal_lengths` stops at the first pair that does not pay, :func:`capacity` looks at a step
-that is over.
+Decoding stays lossless because whether token ``k`` is verified depends on nothing that was known only after
+token ``k`` was drawn: :func:`causal_lengths` stops at the first pair that does not pay, :func:`capacity`
+looks at a step that is over.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dspark_train.errors import UserError
 Choose = Callable[[Tensor], Tensor]
 """Confidences ``[R, γ]`` of one step to verify lengths ``[R]`` int64 in 0..γ."""
 
-# -- pure functions ---------------------------------------------------------------------------------------------
+# -- pure functions --------------------------------------------------------------------------------------------
 
 
 def _ranked(survival: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def threshold_lengths(confidence: Tensor, threshold: float) -> Tensor:
     return (confidence >= threshold).to(torch.int64).cumprod(1).sum(1)
 
 
-# -- policies ---------------------------------------------------------------------------------------------------
+# -- policies --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,9 @@ def parse_policy(text: str, costs: CostTable | Path | None = None) -> Policy:
         raise UserError(f"policy {text!r}: {value!r} is not a number") from None
     if name in ("scheduled", "asynchronous") and not value:
         if costs is None:
-            raise UserError(f"policy {text!r} needs a cost table: run `dspark-train profile` on this machine first")
+            raise UserError(
+                f"policy {text!r} needs a cost table: run `dspark-train profile` on this machine first"
+            )
         table = CostTable.load(costs) if isinstance(costs, Path) else costs
         return Scheduled(table) if name == "scheduled" else ScheduledAsync(table)
     raise UserError(f"policy {text!r} is none of: fixed, fixed:K, threshold:P, scheduled, asynchronous")

@@ -3,9 +3,9 @@
     S  slots or rows      V  vocabulary of the target      U  vocabulary of the draft
     R  requests           γ  block size
 
-Draft and target are sampled by the same rule, and verification is given the draft's distribution as it was really
-sampled from, so that the output follows the target's distribution exactly: a draft token ``x`` is accepted with
-probability ``min(1, p_t(x) / p_d(x))``, and the first rejected one is replaced by a draw from
+Draft and target are sampled by the same rule, and verification is given the draft's distribution as it was
+really sampled from, so that the output follows the target's distribution exactly: a draft token ``x`` is
+accepted with probability ``min(1, p_t(x) / p_d(x))``, and the first rejected one is replaced by a draw from
 ``max(0, p_t − p_d)``, normalised. At temperature 0 both distributions are one-hot and nothing is normalised.
 """
 
@@ -49,7 +49,8 @@ class SamplingRule:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Distribution that is sampled from: ``[.., V]`` logits to ``[.., V]`` float32.
 
-        Tokens that tie with the last one kept by ``top_k`` are kept too. One-hot (lowest id first) when greedy.
+        Tokens that tie with the last one kept by ``top_k`` are kept too. One-hot (lowest id first) when
+        greedy.
         """
         if self.greedy:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
@@ -120,8 +121,8 @@ def verify_sampled(
 
     Args:
         target: ``[S, V]`` target's distributions, rows of all requests one after the other.
-        rows: ``[R, γ + 1]`` int64: row of ``target`` that follows the anchor and each draft token (any valid row
-            beyond ``lengths``).
+        rows: ``[R, γ + 1]`` int64: row of ``target`` that follows the anchor and each draft token (any valid
+            row beyond ``lengths``).
         proposed: ``[R, γ]`` draft tokens, target ids.
         draft: ``[R, γ, U]`` distributions that they were drawn from.
         draft_index: ``[R, γ]`` draft tokens, draft ids.
@@ -130,8 +131,8 @@ def verify_sampled(
         generator: source of randomness.
 
     Returns:
-        Accepted draft tokens ``[R]``, and the token after them ``[R]``: a draw from the residual after a rejection,
-        from the target after none.
+        Accepted draft tokens ``[R]``, and the token after them ``[R]``: a draw from the residual after a
+        rejection, from the target after none.
     """
     requests, slots = proposed.shape
     p_target = target[rows[:, :-1], proposed]

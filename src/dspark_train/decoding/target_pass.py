@@ -1,7 +1,8 @@
 """Passes of the frozen target over flat rows of many requests (letters: :mod:`dspark_train.decoding.cache`).
 
-The target stays a Hugging Face model. While a :class:`TargetPass` is open its layers call an attention function of
-this project, which keeps the keys and values in a :class:`RaggedCache`; the model itself keeps none.
+The target stays a Hugging Face model. While a :class:`TargetPass` is open its layers call an attention
+function of this project, which keeps the keys and values in a :class:`RaggedCache`; the model itself keeps
+none.
 """
 
 from __future__ import annotations

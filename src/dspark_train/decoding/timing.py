@@ -12,8 +12,8 @@ import torch
 
 PARTS = ("prefill", "draft", "head", "schedule", "verify", "target_head", "sampling")
 """Timed parts: the target's pass over prompts (and the draft's context of them); the draft's context and parallel
-pass; the walk of its sequential head; the policy; the target's pass over the rows to verify; the target's LM head;
-acceptance and drawing. What is left of the total is bookkeeping."""
+pass; the walk of its sequential head; the policy; the target's pass over the rows to verify; the target's LM
+head; acceptance and drawing. What is left of the total is bookkeeping."""
 
 
 @dataclass

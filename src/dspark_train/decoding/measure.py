@@ -1,0 +1,296 @@
+"""Plain against speculative decoding of the same prompts, in one process and by one decoder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dspark_train.data.conversations import Prompt
+from dspark_train.decoding.decoder import Decoder, GenerationResult
+from dspark_train.decoding.policies import Policy
+from dspark_train.decoding.sampling import SamplingRule
+from dspark_train.decoding.studies import acceptance_by_position
+from dspark_train.decoding.timing import PARTS
+from dspark_train.draft.model import DSparkDraft
+from dspark_train.structures import DecodingTrace
+from dspark_train.target.frozen import FrozenTarget
+
+RESAMPLES = 2000
+"""Bootstrap resamples behind an interval."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How prompts are decoded.
+
+    Args:
+        max_new_tokens: longest answer, in tokens.
+        batch_size: requests decoded at once.
+        policy: of verification; None verifies whole blocks.
+        temperatures: ``[γ]`` of the confidences; None leaves them raw.
+        seed: of sampling and bootstrap.
+    """
+
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    policy: Policy | None = None
+    temperatures: Sequence[float] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """First place where speculative greedy output left the plain one."""
+
+    prompt: int
+    position: int
+    """Index among the generated tokens."""
+    plain: int
+    speculative: int
+    gap: float
+    """Target's logit of the plain token minus that of the speculative one, after their common prefix."""
+    rounding: float
+    """Largest gap that rounding of the target's dtype explains."""
+
+
+@dataclass
+class Comparison:
+    """Plain and speculative results of the same groups of prompts at one sampling temperature."""
+
+    temperature: float
+    prompts: list[Prompt]
+    groups: list[int] = field(default_factory=list)
+    """Prompts of each group (decoded at once)."""
+    plain: list[GenerationResult] = field(default_factory=list)
+    speculative: list[GenerationResult] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+    exact: bool = True
+    """Whether greedy output has to be identical whatever the logit gap (float32)."""
+
+    @property
+    def trace(self) -> DecodingTrace:
+        """All speculative rounds; requests are numbered as the prompts."""
+        return DecodingTrace.concatenate([result.trace for result in self.speculative])
+
+    @property
+    def speedup(self) -> float:
+        """Seconds per token of plain decoding over those of speculative decoding, prompts' passes included."""
+        return _speedup(_times(self.plain), _times(self.speculative))
+
+    def interval(self, seed: int = 0) -> tuple[float, float]:
+        """95 % bootstrap interval of the speedup, over groups of prompts."""
+        plain, drafted = _times(self.plain), _times(self.speculative)
+        generator = torch.Generator().manual_seed(seed)
+        picks = torch.randint(len(plain), (RESAMPLES, len(plain)), generator=generator)
+        ratios = _speedup(plain[picks], drafted[picks])
+        low, high = (
+            torch.as_tensor(ratios).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        )
+        return low, high
+
+
+def interleave(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Order prompts so that every beginning holds each domain about equally."""
+    domains: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        domains.setdefault(prompt.domain, []).append(prompt)
+    ranked = [(rank, name, prompt) for name, found in domains.items() for rank, prompt in enumerate(found)]
+    return [prompt for _, _, prompt in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def compare(
+    target: FrozenTarget,
+    draft: DSparkDraft,
+    prompts: Sequence[Prompt],
+    rule: SamplingRule,
+    settings: Settings,
+    seconds: float = float("inf"),
+) -> Comparison:
+    """Decode prompts plainly and speculatively.
+
+    The two take turns, the order swapped from group to group, so that a machine that grows faster or slower
+    favours neither. Both decode a few tokens beforehand, untimed.
+
+    Args:
+        target: frozen target.
+        draft: its draft.
+        prompts: at least one.
+        rule: sampling of both.
+        settings: how prompts are decoded.
+        seconds: no new group of prompts is begun after this time; one is decoded always.
+    """
+    plain = Decoder(target, rule=rule)
+    drafted = Decoder(target, draft, settings.policy, rule, settings.temperatures)
+    found = Comparison(rule.temperature, [], exact=target.dtype == torch.float32)
+    for decoder in (plain, drafted):
+        _decode(decoder, prompts[: settings.batch_size], settings, 0, limit=4)
+    begun = time.monotonic()
+    for start in range(0, len(prompts), settings.batch_size):
+        if start and time.monotonic() - begun > seconds:
+            break
+        group = list(prompts[start : start + settings.batch_size])
+        order = (plain, drafted) if len(found.groups) % 2 == 0 else (drafted, plain)
+        results = {id(decoder): _decode(decoder, group, settings, start) for decoder in order}
+        found.prompts += group
+        found.groups.append(len(group))
+        found.plain.append(results[id(plain)])
+        found.speculative.append(results[id(drafted)])
+    if rule.greedy:
+        found.divergences = divergences(target, found)
+    return found
+
+
+def _decode(
+    decoder: Decoder, group: Sequence[Prompt], settings: Settings, start: int, limit: int | None = None
+) -> GenerationResult:
+    requests = decoder.requests([prompt.ids for prompt in group], limit or settings.max_new_tokens, None)
+    return decoder.run(
+        requests,
+        batch_size=settings.batch_size,
+        seed=settings.seed + start,
+        domains=[prompt.domain for prompt in group],
+    )
+
+
+def divergences(target: FrozenTarget, found: Comparison) -> list[Divergence]:
+    """Places where greedy outputs differ, each with the target's logit gap there."""
+    plain = [tokens for result in found.plain for tokens in result.tokens]
+    drafted = [tokens for result in found.speculative for tokens in result.tokens]
+    differing = []
+    for index, (one, other) in enumerate(zip(plain, drafted, strict=True)):
+        if one == other:
+            continue
+        pairs = list(zip(one, other, strict=False))
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        if place == len(
+            pairs
+        ):  # one is a beginning of the other: they stopped differently, which is no rounding
+            differing.append(Divergence(index, place, -1, -1, float("inf"), 0.0))
+            continue
+        prefix = torch.tensor([*found.prompts[index].ids, *one[:place]], device=target.device)
+        logits = target.lm_head(target.states(prefix[None]).last_hidden[0, -1]).float()
+        gap = float(logits[one[place]] - logits[other[place]])
+        rounding = 8 * torch.finfo(target.dtype).eps * float(logits.abs().max())
+        differing.append(Divergence(index, place, one[place], other[place], gap, rounding))
+    return differing
+
+
+def failures(found: Comparison) -> list[Divergence]:
+    """Divergences that count: in float32 all; else those whose gap exceeds rounding."""
+    return [d for d in found.divergences if found.exact or abs(d.gap) > d.rounding]
+
+
+# -- results as JSON ----------------------------------------------------------------------------------------
+
+
+def to_json(found: Comparison, seed: int = 0) -> dict[str, Any]:
+    """One mode of ``decode.json``."""
+    acceptance = acceptance_by_position(found.trace)
+    whole, low_high = acceptance[0], found.interval(seed)
+    content: dict[str, Any] = {
+        "temperature": found.temperature,
+        "prompts": len(found.prompts),
+        "tau": found.trace.accepted_length,
+        "acceptance": {"conditional": whole.conditional, "cumulative": whole.cumulative},
+        "verified_rows_per_round": float(found.trace.verify_length.double().mean()) + 1,
+        "tokens_per_row": _tokens_per_row(found.trace),
+        "plain": _side(found.plain),
+        "speculative": _side(found.speculative),
+        "speedup": {
+            "value": found.speedup,
+            "low": low_high[0],
+            "high": low_high[1],
+            "spread": f"(95 % over {len(found.groups)} groups of {max(found.groups)})"
+            if max(found.groups) > 1
+            else f"(95 % over {len(found.groups)} prompts)",
+        },
+        "domains": {part.group: {"tau": part.tau, "rounds": part.rounds} for part in acceptance[1:]},
+    }
+    if found.temperature == 0:
+        content["identical"] = {
+            "prompts": len(found.prompts) - len(found.divergences),
+            "of": len(found.prompts),
+            "exact": found.exact,
+            "failures": len(failures(found)),
+            "divergences": [vars(divergence) for divergence in found.divergences],
+        }
+    return content
+
+
+def _side(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """Speed of plain or speculative decoding, and the milliseconds of a round by part."""
+    seconds, tokens = sum(r.timings.total for r in results), sum(r.timings.tokens for r in results)
+    rounds = max(1, sum(r.timings.rounds for r in results))
+    parts = {
+        part: 1000 * sum(r.timings.parts.get(part, 0.0) for r in results) / rounds
+        for part in PARTS
+        if part != "prefill"
+    }
+    parts["bookkeeping"] = 1000 * sum(r.timings.bookkeeping for r in results) / rounds
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens": tokens,
+        "seconds": seconds,
+        "prefill_seconds": sum(r.timings.parts.get("prefill", 0.0) for r in results),
+        "rounds": sum(r.timings.rounds for r in results),
+        "rows": sum(r.timings.rows for r in results),
+        "round_milliseconds": sum(parts.values()),
+        "milliseconds": parts,
+    }
+
+
+def examples(found: Comparison, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """A few answers, token by token, each marked with who proposed it."""
+    answers = [tokens for result in found.speculative for tokens in result.tokens]
+    trace, made = found.trace, []
+    for index in range(min(count, len(answers))):
+        rounds = trace.request == index
+        pairs = zip(trace.accepted[rounds].tolist(), trace.committed[rounds].tolist(), strict=True)
+        origin = ["target"]
+        for accepted, committed in pairs:
+            kept = min(accepted, committed)
+            origin += ["draft"] * kept + ["target"] * (committed - kept)
+        made.append(
+            {
+                "prompt": tokenizer.decode(found.prompts[index].ids, skip_special_tokens=True),
+                "domain": found.prompts[index].domain,
+                "tokens": pieces(tokenizer, answers[index]),
+                "origin": origin,
+            }
+        )
+    return made
+
+
+def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Text of each token, such that joined they are the whole text (a token that ends inside a character is '')."""
+    texts, done = [], ""
+    for end in range(1, len(tokens) + 1):
+        whole = tokenizer.decode(tokens[:end])
+        if whole.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens):
+            texts.append("")
+            continue
+        texts.append(whole[len(done) :])
+        done = whole
+    return texts
+
+
+def _times(results: Sequence[GenerationResult]) -> torch.Tensor:
+    """``[groups, 2]`` float64: seconds and tokens."""
+    pairs = [(result.timings.total, result.timings.tokens) for result in results]
+    return torch.tensor(pairs, dtype=torch.float64)
+
+
+def _speedup(plain: torch.Tensor, drafted: torch.Tensor) -> Any:
+    """Ratio of seconds per token; over the second last dimension."""
+    one, other = plain.sum(-2), drafted.sum(-2)
+    ratio = (one[..., 0] / one[..., 1]) / (other[..., 0] / other[..., 1])
+    return ratio if ratio.ndim else float(ratio)
+
+
+def _tokens_per_row(trace: DecodingTrace) -> float:
+    rows = trace.verify_length + 1
+    return float(trace.committed.sum()) / max(1, int(rows.sum()))
