@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-COUNTS = {"math": 756, "code": 504, "chat": 288, "instruction": 252}  # prompts per domain
+COUNTS = {"math": 554, "code": 370, "chat": 211, "instruction": 185}  # prompts per domain
 SEED = 20
 MAX_WORDS = 75
 ATTEMPTS = 12  # draws of one template before it is taken to be exhausted
