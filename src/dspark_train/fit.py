@@ -168,6 +168,6 @@ def main(arguments: ArgsType) -> None:
             "logger": False,
         },
         auto_configure_optimizers=False,
-        parser_kwargs=STRICT | {"fit": STRICT, "validate": STRICT},
+        parser_kwargs={**STRICT, "fit": dict(STRICT), "validate": dict(STRICT)},
         args=None if arguments == sys.argv[1:] else arguments,
     )

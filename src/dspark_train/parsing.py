@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,12 +54,15 @@ def run_command(function: Callable[..., Any], arguments: Sequence[str], name: st
     parser = jsonargparse.ArgumentParser(
         prog=f"dspark-train {name}", description=(function.__doc__ or "").strip().split("\n")[0], **STRICT
     )
-    parser.add_argument("--config", action="config", help="YAML file with options; flags win over it")
-    parser.add_function_arguments(function, as_group=False, as_positional=True)
+    own_config = "config" in inspect.signature(function).parameters
+    if not own_config:
+        parser.add_argument("--config", action="config", help="YAML file with options; flags win over it")
+    parser.add_function_arguments(function, as_group=False, as_positional=not own_config)
     try:
         parsed = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
         raise explain(error, parser) from error
     values = parser.instantiate_classes(parsed).as_dict()
-    values.pop("config", None)
+    if not own_config:
+        values.pop("config", None)
     return function(**values)

@@ -151,7 +151,9 @@ def read_config(run: Path) -> dict[str, Any]:
 def data_module(config: dict[str, Any], target: FrozenTarget) -> DSparkDataModule:
     """The data of a run, with what the command line links from other sections."""
     linked = {"block_size": config["draft"]["block_size"], "decay": config["objective"]["decay"]}
-    data = DSparkDataModule(**(config["data"] | linked | {"seed": config["seed_everything"]}))
+    settings = config["data"] | linked | {"seed": config["seed_everything"]}
+    paths = {name: Path(settings[name]) for name in ("path", "cache_dir") if settings.get(name) is not None}
+    data = DSparkDataModule(**(settings | paths))
     data.tokenizer = target.tokenizer
     return data
 
