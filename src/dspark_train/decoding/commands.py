@@ -86,6 +86,8 @@ def decode(
         found = compare(opened.target, opened.draft, chosen, rule, settings, seconds)
         found.trace.save(run / "traces" / f"decode_{label}.safetensors")
         content["modes"][label] = to_json(found, seed) | {"sts": calibrated}
+        if rule.greedy:
+            content["identical"] = not found.divergences
         if rule.greedy or len(rules) == 1:
             content["examples"] = examples(found, opened.target.tokenizer, 12)
         print_comparison(found, label, content["modes"][label])
@@ -111,8 +113,14 @@ def _costs(opened: Run, batch_size: int) -> CostTable:
     from dspark_train.decoding.profile import measure_costs
 
     rows = batch_size * (opened.draft.config.block_size + 1)
+    room = getattr(opened.target.config, "max_position_embeddings", None) or 1024
     table = measure_costs(
-        opened.target, opened.draft, max_rows=rows, requests=(batch_size,), context=128, repetitions=10
+        opened.target,
+        opened.draft,
+        max_rows=rows,
+        requests=(batch_size,),
+        context=min(128, room // 4),
+        repetitions=10,
     )
     return table.monotone()
 
@@ -134,7 +142,7 @@ def print_comparison(found: Comparison, label: str, content: dict[str, Any]) -> 
     from rich.table import Table
 
     table = Table(title=f"{label}: {len(found.prompts)} prompts", box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("", "tokens/s", "rounds", "rows/round", "ms/round", "draft", "head", "verify"):
+    for name in ("", "tokens/s", "rounds", "rows", "ms", "draft", "head", "verify"):
         table.add_column(name, justify="left" if not name else "right")
     for side in ("plain", "speculative"):
         row = content[side]
@@ -148,6 +156,7 @@ def print_comparison(found: Comparison, label: str, content: dict[str, Any]) -> 
             f"{row['round_milliseconds']:.1f}",
             *(f"{value:.1f}" for value in shown),
         )
+    table.caption = "rows and milliseconds of a round, and of its parts"
     console = Console()
     console.print(table)
     speedup = content["speedup"]
@@ -163,8 +172,7 @@ def print_comparison(found: Comparison, label: str, content: dict[str, Any]) -> 
 
 
 def profile(
-    run: Path | None = None,
-    target: str | None = None,
+    run: Path,
     out: Path | None = None,
     max_rows: int = 128,
     requests: tuple[int, ...] = (1, 2, 4, 8, 16),
@@ -177,9 +185,8 @@ def profile(
     Writes a cost table (JSON) for the schedulers and simulate, and a plot beside it.
 
     Args:
-        run: folder of a run: measures its target and draft, writes studies/cost_table.json there.
-        target: a target to measure alone, where no run is given.
-        out: where to write the table instead.
+        run: folder of a run, whose target and draft are measured.
+        out: where to write the table; left out, RUN/studies/cost_table.json.
         max_rows: rows (tokens) of the largest verification pass.
         requests: concurrent requests at which draft and overheads are measured.
         context: tokens of context of every request.
@@ -187,24 +194,19 @@ def profile(
         dtype: of target and draft. Left out: float32 on a CPU, else the run's.
     """
     from dspark_train.decoding.profile import measure_costs
-    from dspark_train.target.config import TargetConfig
-    from dspark_train.target.frozen import FrozenTarget, default_device
+    from dspark_train.target.frozen import default_device
     from dspark_train.training.run import load_run
 
-    if (run is None) == (target is None):
-        raise UserError("profile: give either a run's folder or --target, not both")
-    wanted = dtype or ("float32" if default_device().type == "cpu" else None)
-    draft: DSparkDraft | None = None
-    if run is not None:
-        opened = load_run(run, wanted)
-        model, draft = opened.target, opened.draft
-        path = out or run / "studies" / "cost_table.json"
-    else:
-        model = FrozenTarget.load(TargetConfig(name_or_path=str(target), dtype=wanted or "auto"))
-        path = out or Path("cost_table.json")
+    opened = load_run(run, dtype or ("float32" if default_device().type == "cpu" else None))
     table = measure_costs(
-        model, draft, max_rows=max_rows, requests=requests, context=context, repetitions=repetitions
+        opened.target,
+        opened.draft,
+        max_rows=max_rows,
+        requests=requests,
+        context=context,
+        repetitions=repetitions,
     )
+    path = out or run / "studies" / "cost_table.json"
     table.save(path)
     table.plot(path.with_suffix(".png"))
     print_costs(table)
