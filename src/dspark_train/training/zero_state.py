@@ -1,0 +1,141 @@
+"""Whole tensors out of ZeRO's shards, and back: what makes one checkpoint format do for every strategy.
+
+DeepSpeed's own checkpoints are tied to a stage and to a number of ranks. Here fp32 masters and optimiser moments
+are gathered (exactly: they are copied, not computed) into the form that a plain optimiser saves, so a run can go on
+under another stage, with more or fewer ranks, or without ZeRO. Every function is collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ZeRO holds the masters of ``module``'s parameters."""
+    return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters())
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Generator[None, None, None]:
+    """Complete parameters on every rank inside the block, also under ZeRO-3."""
+    partitioned = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    if not partitioned:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(partitioned):
+        yield
+
+
+def master_state(module: nn.Module) -> dict[str, Tensor]:
+    """State of ``module`` on the CPU, floats in fp32: the masters where a strategy keeps some.
+
+    Under ZeRO with bf16 the parameters themselves are rounded copies of sharded fp32 masters.
+    """
+    state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    if is_sharded(module):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, parameter in module.named_parameters():
+            full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            if full is not None:
+                state[name] = full
+    return {
+        name: (value.float() if value.is_floating_point() else value).cpu() for name, value in state.items()
+    }
+
+
+def load_master_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Set parameters and masters from what :func:`master_state` returned (same names and shapes)."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+    for name, parameter in module.named_parameters():
+        with _modifiable(parameter), torch.no_grad():
+            parameter.copy_(state[name])
+        if parameter.requires_grad:
+            safe_set_full_fp32_param(parameter, state[name].to(parameter.device, torch.float32))
+
+
+@contextmanager
+def _modifiable(parameter: nn.Parameter) -> Generator[None, None, None]:
+    if not hasattr(parameter, "ds_id"):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        yield
+
+
+def optimizer_state(module: nn.Module, zero_optimizer: Any) -> dict[str, Any]:
+    """Optimiser state in the form of a plain torch optimiser over ``module``'s trained parameters, on the CPU."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    inner, flats = zero_optimizer.optimizer, _flat_masters(zero_optimizer)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    example = inner.state.get(flats[0], {})
+    moments = [
+        key for key, value in example.items() if isinstance(value, Tensor) and value.shape == flats[0].shape
+    ]
+    scalars = {key: value for key, value in example.items() if key not in moments}
+    state: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(trained):
+        entry = {
+            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            for key, value in scalars.items()
+        }
+        for key in moments:
+            full = safe_get_full_optimizer_state(parameter, key)
+            assert full is not None
+            entry[key] = full.detach().float().cpu().clone()
+        if entry:
+            state[index] = entry
+    group = {key: value for key, value in inner.param_groups[0].items() if key != "params"}
+    return {"state": state, "param_groups": [group | {"params": list(range(len(trained)))}]}
+
+
+def load_optimizer_state(module: nn.Module, zero_optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Set moments, step counts and hyper-parameters (the learning rate among them) from :func:`optimizer_state`."""
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    inner, flats = zero_optimizer.optimizer, _flat_masters(zero_optimizer)
+    for group in inner.param_groups:
+        for key, value in saved["param_groups"][0].items():
+            if key != "params":
+                group[key] = value
+    if not saved["state"]:
+        return
+    example = saved["state"][0]
+    moments = [key for key, value in example.items() if isinstance(value, Tensor) and value.dim() > 0]
+    for flat in flats:
+        fresh: dict[str, Any] = {key: torch.zeros_like(flat, dtype=torch.float32) for key in moments}
+        for key, value in example.items():
+            if key not in moments:
+                fresh[key] = value.clone() if isinstance(value, Tensor) else value
+        inner.state[flat] = fresh
+    if hasattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state"):
+        zero_optimizer._hp_optimizer_states_linked = False
+        zero_optimizer._lazy_init_hp_params_optimizer_state()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for index, parameter in enumerate(trained):
+        for key in moments:
+            value = saved["state"][index][key].to(parameter.device, torch.float32)
+            safe_set_full_optimizer_state(parameter, value, key)
+
+
+def _flat_masters(zero_optimizer: Any) -> list[Tensor]:
+    """This rank's flat fp32 partitions, the keys of the inner optimiser's state."""
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(zero_optimizer, name):
+            return list(getattr(zero_optimizer, name))
+    raise TypeError(f"{type(zero_optimizer).__name__} is no ZeRO optimiser of stage 1, 2 or 3")

@@ -1,0 +1,242 @@
+"""One gradient however the batch is cut, ZeRO equal to a single process, and checkpoints that fit every strategy.
+
+All multi-rank runs happen in one launch of two worker processes; the tests read what they wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from dspark_train.draft.model import DSparkDraft
+from dspark_train.errors import UserError
+from dspark_train.training.strategy import ZeroStrategy
+
+WORKER = Path(__file__).parent / "worker.py"
+ONE_STEP = {"max_steps": 1, "gradient_clip_val": None}
+EMPTY = {"empty": list(range(0, 40, 2)), "global_batch_size": 8}
+"""Half of the samples have no supervised token; with one sequence per micro-batch some passes have none at all."""
+TEN = {"trainer": {"max_steps": 10}}
+SAVING = {"checkpoint": {"every_n_steps": 5, "keep": 9}}
+
+
+def gradient(
+    name: str, micro: int, data: dict[str, Any] | None = None, strategy: str = "auto"
+) -> dict[str, Any]:
+    options = {"micro_batch_size": micro} | (data or {})
+    return {"name": name, "gradient": True, "trainer": ONE_STEP, "data": options, "strategy": strategy}
+
+
+SINGLE = [
+    gradient("1x8", 8),
+    gradient("4x2", 2),
+    gradient("8x1", 1),
+    gradient("1x8-empty", 8, EMPTY),
+    gradient("8x1-empty", 1, EMPTY),
+    {"name": "ten", **TEN, **SAVING, "export": "export-0"},
+    gradient("zero2-4x2-one-rank", 2, None, "zero2"),
+    {"name": "offload-one-rank", "strategy": "zero3-offload", **TEN},
+    {
+        "name": "bf16-one-rank",
+        "strategy": "zero2",
+        "trainer": {"max_steps": 100, "precision": "bf16-mixed"},
+        "module": {"lr": 1e-4},
+    },
+]
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+FOUR = {"data": {"micro_batch_size": 4}, **TEN}
+PAIR = [
+    *(gradient(f"{strategy}-{micro}", micro, None, strategy) for strategy in STRATEGIES for micro in (4, 2)),
+    *(gradient(f"{strategy}-empty", 1, EMPTY, strategy) for strategy in ("ddp", "zero2", "zero3")),
+    *(
+        {
+            "name": f"zero{stage}-ten",
+            "strategy": f"zero{stage}",
+            **FOUR,
+            **SAVING,
+            "export": f"export-{stage}",
+        }
+        for stage in (1, 2, 3)
+    ),
+    {"name": "one-to-two", "strategy": "zero2", "resume": "ten/trainer/step=00000005.ckpt", **FOUR},
+    {"name": "3-to-1", "strategy": "zero1", "resume": "zero3-ten/trainer/step=00000005.ckpt", **FOUR},
+    {"name": "2-to-3", "strategy": "zero3", "resume": "zero2-ten/trainer/step=00000005.ckpt", **FOUR},
+]
+
+
+def launch(folder: Path, jobs: list[dict[str, Any]], ranks: int) -> None:
+    """Run the jobs in ``ranks`` processes and wait; a failure shows the output of every rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"jobs-{ranks}-{len(list(folder.glob('jobs-*')))}.json"
+    path.write_text(json.dumps(jobs))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {
+            "WORLD_SIZE": str(ranks),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+        }
+        with (folder / f"rank-{ranks}-{rank}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), str(path)], env=environment, stdout=log, stderr=log
+                )
+            )
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise AssertionError(
+            "\n".join(log.read_text()[-4000:] for log in sorted(folder.glob(f"rank-{ranks}-*.log")))
+        )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    launch(folder, SINGLE, 1)
+    launch(folder, PAIR, 2)
+    return folder
+
+
+def load(folder: Path, name: str) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = torch.load(folder / f"{name}.pt")["state"]
+    return state
+
+
+def distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    """Relative difference of two sets of tensors, over all of them."""
+    assert one.keys() == two.keys()
+    numerator = sum(float((one[name].double() - two[name].double()).square().sum()) for name in one)
+    return (numerator / sum(float(value.double().square().sum()) for value in one.values())) ** 0.5
+
+
+def largest(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("name", ["4x2", "8x1", "zero2-4x2-one-rank"] + [
+    f"{strategy}-{micro}" for strategy in STRATEGIES for micro in (4, 2)
+])  # fmt: skip
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(results: Path, name: str) -> None:
+    """Uneven numbers of supervised slots; fp32."""
+    assert distance(load(results, "1x8"), load(results, name)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["8x1-empty", "ddp-empty", "zero2-empty", "zero3-empty"])
+def test_passes_without_a_supervised_token_neither_hang_nor_shift_the_gradient(
+    results: Path, name: str
+) -> None:
+    assert distance(load(results, "1x8-empty"), load(results, name)) < 1e-6
+
+
+def test_a_mean_of_unequal_micro_batches_would_be_noticed(results: Path) -> None:
+    """The two global batches of these tests do differ, so the comparisons above compare something."""
+    assert distance(load(results, "1x8"), load(results, "1x8-empty")) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["zero1-ten", "zero2-ten", "zero3-ten", "offload-one-rank"])
+def test_ten_steps_equal_a_single_process(results: Path, name: str) -> None:
+    assert largest(load(results, "ten"), load(results, name)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_export_is_complete_and_equals_the_one_without_zero(results: Path, stage: int) -> None:
+    plain, sharded = (DSparkDraft.load(results / f"export-{number}") for number in (0, stage))
+    one, two = (dict(draft.state_dict()) for draft in (plain, sharded))
+    assert {name: value.shape for name, value in one.items()} == {
+        name: value.shape for name, value in two.items()
+    }
+    assert all(value.numel() for value in two.values())
+    assert largest(one, two) < 1e-5
+
+
+def checkpoint(folder: Path, run: str, step: int) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(
+        folder / run / "trainer" / f"step={step:08d}.ckpt", weights_only=False
+    )
+    return content
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_checkpoints_hold_whole_tensors_in_the_plain_form(results: Path, stage: int) -> None:
+    plain, sharded = checkpoint(results, "ten", 10), checkpoint(results, f"zero{stage}-ten", 10)
+    assert plain["state_dict"].keys() == sharded["state_dict"].keys()
+    one, two = (part["optimizer_states"][0]["state"] for part in (plain, sharded))
+    assert one.keys() == two.keys()
+    for index, entry in one.items():
+        assert float(entry["step"]) == float(two[index]["step"]) == 10
+        for key in ("exp_avg", "exp_avg_sq"):
+            scale = float(entry[key].abs().max()) + 1e-12
+            assert float((entry[key] - two[index][key]).abs().max()) < 1e-3 * scale + 1e-9
+
+
+def test_nothing_of_the_target_is_saved(results: Path) -> None:
+    names = checkpoint(results, "zero3-ten", 10)["state_dict"]
+    draft = DSparkDraft.load(results / "export-3")
+    trained = {name for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    assert {name.removeprefix("draft.") for name in names} == trained
+
+
+@pytest.mark.parametrize("name", ["one-to-two", "3-to-1", "2-to-3"])
+def test_a_run_goes_on_with_more_ranks_or_under_another_stage(results: Path, name: str) -> None:
+    """Weights and optimiser state: the second five steps end where an uninterrupted run ends."""
+    assert largest(load(results, "ten"), load(results, name)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_goes_on_from_two_ranks_to_one(results: Path, tmp_path: Path, stage: int) -> None:
+    path = results / f"zero{stage}-ten" / "trainer" / "step=00000005.ckpt"
+    trainer = tiny.tiny_trainer(tmp_path, max_steps=10)
+    module = tiny.fit(tiny.tiny_module(), tiny.TinyData(), trainer, ckpt_path=path, weights_only=False)
+    assert largest(load(results, "ten"), tiny.weights_of(module)) < 1e-5
+
+
+def test_bf16_keeps_fp32_masters_and_the_norms_move(results: Path) -> None:
+    """A hundred steps at the usual rate: steps far below bf16's resolution near 1 must add up."""
+    state = load(results, "bf16-one-rank")
+    for name in ("layers.0.input_layernorm.weight", "hidden_norm.weight", "norm.weight"):
+        moved = (state[name] - 1).abs()
+        assert state[name].dtype == torch.float32
+        assert float(moved.mean()) > 1e-3, name
+        assert not torch.equal(state[name], state[name].bfloat16().float()), name
+
+
+def test_bf16_mixed_without_zero_keeps_fp32_weights_that_move(tmp_path: Path) -> None:
+    trainer = tiny.tiny_trainer(tmp_path, max_steps=100, precision="bf16-mixed")
+    module = tiny.fit(tiny.tiny_module(lr=1e-4), tiny.TinyData(), trainer)
+    state = tiny.weights_of(module)
+    for name in ("layers.0.input_layernorm.weight", "hidden_norm.weight", "norm.weight"):
+        assert state[name].dtype == torch.float32
+        assert 1e-4 < float((state[name] - 1).abs().mean()) < 2e-2, name
+
+
+def test_float_batch_tensors_are_not_rounded() -> None:
+    from dspark_train.training.strategy import ExactPrecision
+
+    batch = {"weight": torch.tensor([0.123456789])}
+    assert ExactPrecision("bf16-mixed").convert_input(batch)["weight"].dtype == torch.float32
+
+
+def test_what_zero_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ZeRO stage 4"):
+        ZeroStrategy(stage=4)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="offload_parameters needs ZeRO stage 3"):
+        ZeroStrategy(stage=2, offload_parameters=True)
