@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from dspark_train.calibration.report import calibrate_traces
 from dspark_train.calibration.report import write_report as write_calibration
+from dspark_train.decoding.studies import acceptance_by_position, drift_study, threshold_sweep
 from dspark_train.structures import DecodingTrace
 
 GAMMA = 7
@@ -29,8 +30,13 @@ def _mode(tau_shift: float, temperature: float) -> dict:
         "prompts": 40,
         "tau": tau,
         "acceptance": {"conditional": conditional, "cumulative": cumulative},
-        "plain": {"tokens_per_second": 21.4},
-        "speculative": {"tokens_per_second": 21.4 * tau * 0.74},
+        "verified_rows_per_round": 5.1,
+        "plain": {"tokens_per_second": 21.4, "round_milliseconds": 46.1},
+        "speculative": {
+            "tokens_per_second": 21.4 * tau * 0.74,
+            "round_milliseconds": 62.4,
+            "milliseconds": {"draft": 6.1, "head": 1.9, "schedule": 0.2, "verify": 49.0, "sampling": 0.1},
+        },
         "speedup": {
             "value": tau * 0.74,
             "low": tau * 0.61,
@@ -180,6 +186,8 @@ def write_run(path: Path) -> Path:
     save(
         "decode.json",
         {
+            "policy": "scheduled",
+            "batch_size": 1,
             "modes": {"greedy": _mode(0.0, 0.0), "t1.0": _mode(-0.06, 1.0)},
             "examples": [
                 {
@@ -197,29 +205,12 @@ def write_run(path: Path) -> Path:
         },
     )
     write_calibration(path / "calibration_report.json", [calibrate_traces(make_trace(0), make_trace(1))])
-    grid = [i / 20 for i in range(20)]
-    save(
-        "studies/threshold_sweep.json",
-        {
-            "groups": {
-                group: [
-                    {
-                        "threshold": t,
-                        "acceptance_rate": base + (0.95 - base) * t,
-                        "tokens_per_round": 1 + top * (1 - t**3),
-                        "verified_per_round": 7 * (1 - t) ** 1.2,
-                    }
-                    for t in grid
-                ]
-                for group, base, top in (
-                    ("all", 0.3, 1.2),
-                    ("math", 0.4, 1.5),
-                    ("code", 0.35, 1.3),
-                    ("chat", 0.2, 0.8),
-                )
-            }
-        },
-    )
+    trace = make_trace(1)
+    save("studies/threshold_sweep.json", {"groups": {s.group: s.to_json() for s in threshold_sweep(trace)}})
+    save("studies/acceptance.json", {"groups": {a.group: a.to_json() for a in acceptance_by_position(trace)}})
+    drifting = drift_study(make_trace(0), trace)
+    assert drifting is not None
+    save("studies/online.json", drifting.to_json())
     loads = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     save(
         "studies/simulate.json",

@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "data": {"path": str(write_rows(base / "rows.jsonl", tiny_conversations()))},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    Calibration((1.5, 1.2, 1.1, 0.9), "tiny", 10, 0.1, 0.05).save(run / "calibration.json")
+    Calibration((1.5, 1.2, 1.1, 0.9), "tiny", 10, 0.1, 0.05).save(run / "calibration_greedy.json")
     other = FrozenTarget(target.model, [0, 2], name="other taps")
     tiny_draft(other, seed=4, head="none").save(base / "parallel")
     suites = base / "suites"

@@ -22,7 +22,8 @@ from dspark_train.evaluation.sections import smooth, thin
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 FILES = {
     "learning": "metrics.csv",
-    "acceptance": "decode.json",
+    "speed": "decode.json",
+    "drift": "studies/online.json",
     "suites": "evaluation/suites.json",
     "reliability": "calibration_report.json",
     "threshold": "studies/threshold_sweep.json",
@@ -121,6 +122,14 @@ def test_a_missing_file_leaves_its_section_out(copy: Path, key: str, file: str) 
     page = run_page(RunFolder.load(copy))
     assert key not in {section.key for section in page.sections}
     assert f'href="#{key}"' not in render(page)
+
+
+def test_acceptance_needs_one_of_two_files(copy: Path) -> None:
+    (copy / "studies" / "acceptance.json").unlink()
+    acceptance = {section.key: section for section in run_page(RunFolder.load(copy)).sections}["acceptance"]
+    assert acceptance.source == "decode.json"
+    (copy / "decode.json").unlink()
+    assert "acceptance" not in {section.key for section in run_page(RunFolder.load(copy)).sections}
 
 
 def test_no_section_is_empty_even_with_one_file(copy: Path) -> None:

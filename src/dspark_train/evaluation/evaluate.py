@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dspark_train.decoding.decoder import Decoder, GenerationResult
@@ -37,9 +37,8 @@ class Method(Protocol):
     def kind(self) -> str:
         """``plain``, ``draft``, ``head_off`` or ``prompt_lookup``."""
 
-    @property
-    def temperatures(self) -> list[float] | None:
-        """``[γ]`` of the confidences; None leaves them raw."""
+    def calibration(self, temperature: float) -> list[float] | None:
+        """``[γ]`` temperatures of the confidences at a sampling temperature; None leaves them raw."""
 
     def decoder(self, rule: SamplingRule) -> Decoder:
         """Make its decoder."""
@@ -53,7 +52,9 @@ class PlainMethod:
     key: str = PLAIN
     label: str = "plain"
     kind: str = "plain"
-    temperatures: list[float] | None = None
+
+    def calibration(self, temperature: float) -> None:
+        """Plain decoding has no confidences."""
 
     def decoder(self, rule: SamplingRule) -> Decoder:
         """Decode without a draft."""
@@ -69,12 +70,17 @@ class DraftMethod:
     key: str
     label: str
     kind: str = "draft"
-    temperatures: list[float] | None = None
+    calibrations: Mapping[float, list[float]] = field(default_factory=dict)
+    """``[γ]`` temperatures of the confidences by sampling temperature."""
     policy: Policy | None = None
+
+    def calibration(self, temperature: float) -> list[float] | None:
+        """Return what was fitted on rounds of this sampling temperature, if anything was."""
+        return self.calibrations.get(temperature)
 
     def decoder(self, rule: SamplingRule) -> Decoder:
         """Decode with the draft."""
-        return Decoder(self.target, self.draft, self.policy, rule, self.temperatures)
+        return Decoder(self.target, self.draft, self.policy, rule, self.calibration(rule.temperature))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +92,9 @@ class LookupMethod:
     key: str = "prompt_lookup"
     label: str = "prompt lookup"
     kind: str = "prompt_lookup"
-    temperatures: list[float] | None = None
+
+    def calibration(self, temperature: float) -> None:
+        """Copied drafts have no confidences."""
 
     def decoder(self, rule: SamplingRule) -> Decoder:
         """Decode with copied drafts."""
@@ -148,7 +156,7 @@ def make_record(
     counts: dict[str, Any] = {}
     if method.kind != "plain":
         trace = DecodingTrace.concatenate([result.trace for result in results])
-        counts = count_trace(trace, method.temperatures)
+        counts = count_trace(trace, method.calibration(temperature))
     return Record(
         method=method.key,
         temperature=temperature,

@@ -8,7 +8,14 @@ from typing import Any
 
 from dspark_train.errors import UserError
 from dspark_train.evaluation.charts import ReliabilityBin
-from dspark_train.evaluation.views import CalibrationView, LoadView, ModeView, SweepView
+from dspark_train.evaluation.views import (
+    AcceptanceView,
+    CalibrationView,
+    DriftView,
+    LoadView,
+    ModeView,
+    SweepView,
+)
 
 MODE_NAMES = {"greedy": "Greedy", "t1.0": "Temperature 1"}
 
@@ -27,10 +34,11 @@ def _reading(name: str) -> Iterator[None]:
 def modes(decode: dict[str, Any]) -> list[ModeView]:
     """Read ``decode.json``: one view per sampling temperature."""
     with _reading("decode.json"):
-        return [_mode(key, value) for key, value in decode.get("modes", {}).items()]
+        policy = str(decode.get("policy", ""))
+        return [_mode(key, value, policy) for key, value in decode.get("modes", {}).items()]
 
 
-def _mode(key: str, value: dict[str, Any]) -> ModeView:
+def _mode(key: str, value: dict[str, Any], policy: str) -> ModeView:
     speedup = value.get("speedup") or {}
     plain, speculative = value.get("plain") or {}, value.get("speculative") or {}
     identical = value.get("identical") or {}
@@ -39,8 +47,8 @@ def _mode(key: str, value: dict[str, Any]) -> ModeView:
         name=MODE_NAMES.get(key, key),
         temperature=float(value.get("temperature", 0.0)),
         tau=float(value["tau"]),
-        conditional=[float(v) for v in conditional],
-        cumulative=[float(v) for v in value.get("acceptance", {}).get("cumulative", [])],
+        conditional=conditional,
+        cumulative=value.get("acceptance", {}).get("cumulative", []),
         speedup=speedup.get("value"),
         speedup_low=speedup.get("low"),
         speedup_high=speedup.get("high"),
@@ -50,6 +58,11 @@ def _mode(key: str, value: dict[str, Any]) -> ModeView:
         prompts=value.get("prompts"),
         identical=identical.get("prompts"),
         divergences=identical.get("failures"),
+        policy=policy,
+        round_milliseconds=speculative.get("round_milliseconds"),
+        step_milliseconds=plain.get("round_milliseconds"),
+        parts=speculative.get("milliseconds", {}),
+        rows_per_round=value.get("verified_rows_per_round"),
         domain_tau={str(k): float(v["tau"]) for k, v in value.get("domains", {}).items()},
     )
 
@@ -76,6 +89,7 @@ def _calibration(part: dict[str, Any]) -> CalibrationView:
         bins_before=_bins(part["bins_before"]),
         bins_after=_bins(part["bins_after"]),
         rounds=part["rounds"],
+        mean_noise=part["mean_noise"],
         domains={name: (d["mean_ece_before"], d["mean_ece_after"]) for name, d in part["domains"].items()},
     )
 
@@ -85,18 +99,36 @@ def _bins(positions: list[list[dict[str, float]]]) -> list[list[ReliabilityBin]]
 
 
 def sweeps(study: dict[str, Any]) -> list[SweepView]:
-    """Read ``studies/threshold_sweep.json``."""
+    """Read ``studies/threshold_sweep.json``: all rounds first, then each domain."""
     with _reading("studies/threshold_sweep.json"):
         return [
             SweepView(
                 group=str(name),
-                thresholds=[float(p["threshold"]) for p in points],
-                acceptance_rate=[float(p["acceptance_rate"]) for p in points],
-                tokens_per_round=[float(p["tokens_per_round"]) for p in points],
-                verified_per_round=[float(p["verified_per_round"]) for p in points],
+                thresholds=_column(points, "threshold"),
+                acceptance_rate=_column(points, "acceptance_rate"),
+                tokens_per_round=_column(points, "tokens_per_round"),
+                verified_per_round=_column(points, "verified_per_round"),
             )
             for name, points in study.get("groups", {}).items()
         ]
+
+
+def acceptances(study: dict[str, Any]) -> list[AcceptanceView]:
+    """Read ``studies/acceptance.json``: all rounds first, then each domain."""
+    with _reading("studies/acceptance.json"):
+        return [
+            AcceptanceView(str(name), part["conditional"], part["low"], part["high"], part["rounds"])
+            for name, part in study.get("groups", {}).items()
+        ]
+
+
+def drift(study: dict[str, Any]) -> DriftView | None:
+    """Read ``studies/online.json``."""
+    if not study:
+        return None
+    with _reading("studies/online.json"):
+        columns = (_column(study["points"], name) for name in ("rounds", "frozen", "online", "noise"))
+        return DriftView(study["first"], study["second"], *columns)
 
 
 def loads(study: dict[str, Any]) -> list[LoadView]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_train.evaluation import readers, sections, text
+from dspark_train.evaluation import readers, sections, study_sections, text
 from dspark_train.evaluation.page import Fact, Page, Section, write
 from dspark_train.evaluation.run_folder import RunFolder
 from dspark_train.evaluation.suite_section import suites_section
@@ -23,11 +23,13 @@ def run_page(run: RunFolder) -> Page:
     loads = readers.loads(run.studies.get("simulate", {}))
     found: list[Section | None] = [
         sections.learning(run.curves),
-        sections.acceptance(modes),
+        sections.acceptance(modes, readers.acceptances(run.studies.get("acceptance", {}))),
+        sections.speed(modes, run.decode.get("batch_size")),
         *(suites_section(name, value) for name, value in run.evaluations.items()),
-        sections.reliability(calibrations),
-        sections.threshold(sweeps, "studies/threshold_sweep.json"),
-        sections.load(loads, "studies/simulate.json"),
+        study_sections.reliability(calibrations),
+        study_sections.threshold(sweeps, "studies/threshold_sweep.json"),
+        study_sections.drift(readers.drift(run.studies.get("online", {}))),
+        study_sections.load(loads, "studies/simulate.json"),
         sections.examples(run.decode.get("examples", [])),
         sections.recipe(settings(run), run.config_text),
     ]

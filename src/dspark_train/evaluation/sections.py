@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dspark_train.evaluation.charts import (
     Axis,
+    Bar,
     Series,
+    bar_chart,
     by_position,
     line_chart,
     percent,
     plain_number,
-    reliability_chart,
 )
 from dspark_train.evaluation.page import Example, Figure, Legend, Section, Table, Token
 from dspark_train.evaluation.run_folder import Curve
-from dspark_train.evaluation.text import fixed, maybe, mode_name, quantity, share, share_or_dash
-from dspark_train.evaluation.views import CalibrationView, LoadView, ModeView, SweepView
+from dspark_train.evaluation.text import factor, fixed, maybe, share_or_dash
+from dspark_train.evaluation.views import AcceptanceView, ModeView
 
 MAX_POINTS = 240
 """Points of a learning curve that the page keeps; more are averaged in groups."""
@@ -151,13 +153,62 @@ def _position_curves(curves: dict[str, Curve]) -> Figure | None:
     return Figure(title, drawing, Legend.of(series))
 
 
-def acceptance(modes: Sequence[ModeView]) -> Section | None:
-    """Acceptance per draft position, conditional and cumulative, and τ by domain."""
+def acceptance(modes: Sequence[ModeView], groups: Sequence[AcceptanceView] = ()) -> Section | None:
+    """Acceptance per draft position, conditional and cumulative, by domain, and τ by domain."""
+    by_domain = _domain_figure(groups)
     shown = [mode for mode in modes if mode.conditional]
+    if not shown and by_domain is None:
+        return None
+    figures, tables = _mode_figures(shown) if shown else [], []
+    if by_domain is not None:
+        figures.append(by_domain)
+    domains = sorted({domain for mode in modes for domain in mode.domain_tau})
+    if domains:
+        rows = [[d, *(fixed(m.domain_tau[d]) if d in m.domain_tau else "–" for m in modes)] for d in domains]
+        tables.append(Table("Accepted length τ by domain", ["Domain", *(mode.name for mode in modes)], rows))
+    lead = "How often the target keeps a draft token, by its place in the block, decoding held-out prompts."
+    files = [name for name, used in (("decode.json", shown), ("studies/acceptance.json", by_domain)) if used]
+    source = " and ".join(files)
+    return Section("acceptance", "Acceptance by position", lead, "Acceptance", figures, tables, source=source)
+
+
+def _domain_figure(groups: Sequence[AcceptanceView]) -> Figure | None:
+    shown = [group for group in groups if group.group != "all"] or list(groups)
     if not shown:
         return None
+    series = [
+        Series(
+            group.group,
+            by_position(group.conditional),
+            colour,
+            markers=True,
+            errors=[
+                (low if low is not None else math.nan, high if high is not None else math.nan)
+                for low, high in zip(group.low, group.high, strict=True)
+            ],
+        )
+        for colour, group in enumerate(shown)
+    ]
+    title = "Given that all earlier ones were accepted, by domain"
+    size = len(shown[0].conditional)
+    drawing = line_chart(title, "One line a domain", series, position_axis(size), share_axis())
+    rows = [[g.group, f"{g.rounds:,}", *map(share_or_dash, g.conditional)] for g in shown]
+    table = Table(title, ["", "Rounds", *map(str, range(1, size + 1))], rows, folded=True)
+    return Figure(title, drawing, Legend.of(series), "Whiskers are 95 % intervals.", table)
+
+
+def position_axis(size: int) -> Axis:
+    """Return the axis of draft positions 1..γ."""
+    return Axis("Draft position", low=0.5, high=size + 0.5, ticks=tuple(range(1, size + 1)))
+
+
+def share_axis() -> Axis:
+    """Return a vertical axis from 0 to 100 %."""
+    return Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
+
+
+def _mode_figures(shown: Sequence[ModeView]) -> list[Figure]:
     size = max(len(mode.conditional) for mode in shown)
-    axis = Axis("Draft position", low=0.5, high=size + 0.5, ticks=tuple(range(1, size + 1)))
 
     def lines(name: str) -> list[Series]:
         return [
@@ -181,175 +232,60 @@ def acceptance(modes: Sequence[ModeView]) -> Section | None:
         if not all(getattr(mode, name) for mode in shown):
             continue
         series = lines(name)
-        y_axis = Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
-        drawing = line_chart(f"Acceptance, {title.lower()}", caption, series, axis, y_axis)
+        drawing = line_chart(
+            f"Acceptance, {title.lower()}", caption, series, position_axis(size), share_axis()
+        )
         figures.append(
             Figure(title, drawing, Legend.of(series), caption, table(name, f"Acceptance, {title.lower()}"))
         )
-    tables = []
-    domains = sorted({domain for mode in modes for domain in mode.domain_tau})
-    if domains:
-        rows = [[d, *(fixed(m.domain_tau[d]) if d in m.domain_tau else "–" for m in modes)] for d in domains]
-        tables.append(Table("Accepted length τ by domain", ["Domain", *(mode.name for mode in modes)], rows))
-    lead = "How often the target keeps a draft token, by its place in the block, decoding held-out prompts."
-    return Section(
-        "acceptance", "Acceptance by position", lead, "Acceptance", figures, tables, source="decode.json"
-    )
+    return figures
 
 
-def threshold(sweeps: Sequence[SweepView], source: str) -> Section | None:
-    """The threshold sweep: acceptance rate and tokens per round against a static confidence threshold."""
-    shown = [sweep for sweep in sweeps if sweep.thresholds]
+PARTS = {
+    "draft": "draft, parallel pass",
+    "head": "sequential head",
+    "schedule": "schedule",
+    "verify": "target, verification",
+    "target_head": "target, LM head",
+    "sampling": "sampling",
+    "bookkeeping": "everything else",
+}
+"""Parts of a round's time, in the order of the chart."""
+
+
+def speed(modes: Sequence[ModeView], batch_size: int | None = None) -> Section | None:
+    """Plain against speculative decoding: tokens per second, and where the time of a round goes."""
+    shown = [mode for mode in modes if mode.rate is not None and mode.plain_rate is not None]
     if not shown:
         return None
-    axis = Axis("Confidence threshold", low=0.0, high=max(1.0, max(max(s.thresholds) for s in shown)))
-
-    def lines(name: str) -> list[Series]:
-        return [
-            Series(
-                sweep.group,
-                list(zip(sweep.thresholds, getattr(sweep, name), strict=True)),
-                colour,
-                markers=True,
+    figures = []
+    for mode in shown:
+        bars = [Bar(label, mode.parts[part]) for part, label in PARTS.items() if mode.parts.get(part)]
+        if bars:
+            if mode.step_milliseconds is not None:
+                bars.append(Bar("plain step, whole", mode.step_milliseconds, 5))
+            title = f"Milliseconds of a round by part, {mode.name.lower()}"
+            drawing = bar_chart(title, "One bar a part", bars, text=lambda value: fixed(value, 2))
+            figures.append(
+                Figure(title, drawing, caption="Grey: a step of plain decoding, which gives one token.")
             )
-            for colour, sweep in enumerate(shown)
-            if getattr(sweep, name)
-        ]
-
-    charts = [
-        (
-            "acceptance_rate",
-            "Accepted share of verified draft tokens",
-            Axis("", low=0.0, high=1.0, text=percent),
-        ),
-        ("tokens_per_round", "Tokens per round", Axis("", low=None)),
-        ("verified_per_round", "Draft tokens verified per round", Axis("", low=0.0)),
+    columns: list[tuple[str, Callable[[ModeView], str]]] = [
+        ("Plain tokens/s", lambda m: maybe(m.plain_rate, lambda v: fixed(v, 1))),
+        ("Speculative tokens/s", lambda m: maybe(m.rate, lambda v: fixed(v, 1))),
+        ("Speedup", lambda m: maybe(m.speedup, factor)),
+        ("τ", lambda m: fixed(m.tau)),
+        ("Rows per round", lambda m: maybe(m.rows_per_round, lambda v: fixed(v, 1))),
+        ("Plain ms/step", lambda m: maybe(m.step_milliseconds, lambda v: fixed(v, 1))),
+        ("Speculative ms/round", lambda m: maybe(m.round_milliseconds, lambda v: fixed(v, 1))),
     ]
-    figures = []
-    for name, title, y_axis in charts:
-        series = lines(name)
-        if not series:
-            continue
-        drawing = line_chart(title, "Against the threshold", series, axis, y_axis)
-        text = share if name == "acceptance_rate" else fixed
-        grid = sorted({x for line in series for x, _ in line.points})
-        step = max(1, len(grid) // 12)
-        rows = [
-            [f"{x:g}", *(text(dict(line.points)[x]) if x in dict(line.points) else "–" for line in series)]
-            for x in grid[::step]
-        ]
-        table = Table(title, ["Threshold", *(line.label for line in series)], rows, folded=True)
-        figures.append(Figure(title, drawing, Legend.of(series), table=table))
-    lead = (
-        "Verification stops at the first draft token whose confidence lies below the threshold. "
-        "A higher one wastes fewer rows of the target and commits fewer tokens per round."
-    )
-    return Section("threshold", "Threshold sweep", lead, "Threshold", figures, source=source)
-
-
-def reliability(views: Sequence[CalibrationView]) -> Section | None:
-    """Reliability diagrams per position, and the calibration table, of the first sampling temperature."""
-    if not views:
-        return None
-    view = views[0]
-    figures = []
-    for index, (before, after) in enumerate(zip(view.bins_before, view.bins_after, strict=True)):
-        error = f"{share_or_dash(view.ece_before[index])} → {share_or_dash(view.ece_after[index])}"
-        title = f"Position {index + 1}"
-        drawing = reliability_chart(
-            title, f"Calibration error before and after scaling: {error}", before, after
-        )
-        figures.append(Figure(title, drawing, caption=f"ECE {error}", small=True))
-    lead = (
-        f"Predicted against observed survival of the prefix over {quantity(view.rounds)} held-out rounds "
-        f"({mode_name(view.temperature).lower()}): grey as the draft says it, blue after one temperature per "
-        "position. On the dotted line a confidence means what it says."
-    )
-    tables = [_calibration_table(view) for view in views]
-    if view.domains:
-        rows = [
-            [name, share_or_dash(before), share_or_dash(after)]
-            for name, (before, after) in view.domains.items()
-        ]
-        tables.append(Table("Mean ECE by domain", ["Domain", "before", "after"], rows))
-    source = "calibration_report.json"
-    return Section(
-        "reliability", "Reliability of the confidences", lead, "Reliability", figures, tables, source=source
-    )
-
-
-def _calibration_table(view: CalibrationView) -> Table:
-    columns: list[tuple[str, Sequence[float | None], Callable[[float], str]]] = [
-        ("Temperature", view.temperatures, fixed),
-        ("ECE before", view.ece_before, share),
-        ("ECE after", view.ece_after, share),
-        ("AUC", view.auc, lambda v: fixed(v, 3)),
-        ("Brier before", view.brier_before, lambda v: fixed(v, 4)),
-        ("Brier after", view.brier_after, lambda v: fixed(v, 4)),
-    ]
-    rows = [
-        [str(i + 1), *(maybe(values[i], text) for _, values, text in columns)]
-        for i in range(len(view.ece_before))
-    ]
-    rows.append(["mean", "", share_or_dash(view.mean_before), share_or_dash(view.mean_after), "", "", ""])
-    caption = f"By draft position, {mode_name(view.temperature).lower()}"
-    return Table(caption, ["Position", *(name for name, _, _ in columns)], rows)
-
-
-def load(views: Sequence[LoadView], source: str) -> Section | None:
-    """Throughput against per-user speed, and the verification budget against concurrency, by policy."""
-    shown = [view for view in views if view.requests]
-    if not shown:
-        return None
-    frontier = [
-        Series(v.policy, list(zip(v.per_user, v.throughput, strict=True)), i, dashed=i >= 6, markers=True)
-        for i, v in enumerate(shown)
-    ]
-    title = "Throughput against speed per user"
-    drawing = line_chart(
-        title,
-        "One line a policy, one point a number of concurrent requests",
-        frontier,
-        Axis("Tokens per second, one user"),
-        Axis("", low=0.0),
-    )
-    header = ["Requests", *(view.policy for view in shown)]
-    grid = sorted({r for view in shown for r in view.requests})
-
-    def rows(name: str, digits: int) -> list[list[str]]:
-        table = []
-        for requests in grid:
-            cells = []
-            for view in shown:
-                values = dict(zip(view.requests, getattr(view, name), strict=False))
-                cells.append(fixed(values[requests], digits) if requests in values else "–")
-            table.append([f"{requests:g}", *cells])
-        return table
-
-    figures = [
-        Figure(
-            title,
-            drawing,
-            Legend.of(frontier),
-            "Up and to the right is better. Each point is a number of concurrent requests.",
-            Table("Tokens per second, all requests", header, rows("throughput", 0), folded=True),
-        )
-    ]
-    budget = [
-        Series(v.policy, list(zip(v.requests, v.verified, strict=True)), i, dashed=i >= 6, markers=True)
-        for i, v in enumerate(shown)
-        if v.verified
-    ]
-    if budget:
-        title = "Draft tokens verified per request"
-        drawing = line_chart(
-            title, "Against concurrency", budget, Axis("Concurrent requests", log=True), Axis("", low=0.0)
-        )
-        figures.append(
-            Figure(title, drawing, Legend.of(budget), "A good policy gives up verification as load grows.")
-        )
-    lead = "Simulated from recorded rounds and this machine's measured cost of a target step."
-    return Section("load", "Throughput under load", lead, "Load", figures, source=source)
+    filled = [(title, [write_cell(mode) for mode in shown]) for title, write_cell in columns]
+    kept = [(title, cells) for title, cells in filled if any(cell != "–" for cell in cells)]
+    rows = [[mode.name, *(cells[i] for _, cells in kept)] for i, mode in enumerate(shown)]
+    table = Table("Plain against speculative decoding", ["", *(title for title, _ in kept)], rows)
+    lead = "The same prompts, decoded in turns by the same decoder with and without the draft"
+    lead += f", {batch_size} at once" if batch_size else ""
+    lead += f"; verification policy: {shown[0].policy}." if shown[0].policy else "."
+    return Section("speed", "Speed", lead, "", figures, [table], source="decode.json")
 
 
 def examples(found: Sequence[dict[str, Any]], limit: int = 6) -> Section | None:

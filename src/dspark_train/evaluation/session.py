@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspark_train.calibration.io import Calibration
+from dspark_train.calibration.report import trace_label
 from dspark_train.decoding.policies import Policy, parse_policy
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.draft.model import DSparkDraft
@@ -78,7 +79,8 @@ class OpenDraft:
     label: str
     draft: DSparkDraft
     folder: Path
-    temperatures: list[float] | None
+    calibrations: dict[float, list[float]]
+    """By sampling temperature."""
 
 
 def draft_folder(path: Path) -> Path:
@@ -105,17 +107,25 @@ def retap(target: FrozenTarget, layer_ids: Sequence[int]) -> FrozenTarget:
     return FrozenTarget(target.model, list(layer_ids), target.tokenizer, target.name)
 
 
-def _calibration(run: Path, draft: DSparkDraft) -> list[float] | None:
-    path = run / "calibration.json"
-    if draft.confidence_head is None or not path.is_file():
-        return None
-    return list(Calibration.load(path, draft.config.block_size).temperatures)
+def _calibrations(run: Path, draft: DSparkDraft, sampled: Sequence[float]) -> dict[float, list[float]]:
+    """Return what a run fitted for its confidences; nothing for a draft outside a run, or without a head."""
+    found = {}
+    for temperature in sampled if draft.confidence_head is not None else ():
+        path = run / f"calibration_{trace_label(temperature)}.json"
+        if path.is_file():
+            found[temperature] = list(Calibration.load(path, draft.config.block_size).temperatures)
+    return found
 
 
 def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft) -> list[OpenDraft]:
     """Return the run's draft and the further ones, in the order of the table."""
     opened = [
-        OpenDraft(options.run.resolve().name, own, options.run / "draft", _calibration(options.run, own))
+        OpenDraft(
+            options.run.resolve().name,
+            own,
+            options.run / "draft",
+            _calibrations(options.run, own, options.temperatures),
+        )
     ]
     for spec in options.drafts:
         label, _, given = spec.rpartition("=")
@@ -124,7 +134,11 @@ def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft
         draft = DSparkDraft.load(folder, dtype=target.dtype).eval()
         draft.to(device=target.device)
         draft.borrow(target)
-        opened.append(OpenDraft(label or path.resolve().name, draft, folder, _calibration(path, draft)))
+        opened.append(
+            OpenDraft(
+                label or path.resolve().name, draft, folder, _calibrations(path, draft, options.temperatures)
+            )
+        )
     labels = [one.label for one in opened]
     if len(set(labels)) < len(labels):
         raise UserError(f"drafts: two of {', '.join(labels)} have one name; write --drafts name=folder")
@@ -139,7 +153,7 @@ def make_methods(
     for one in drafts:
         tapped = retap(target, one.draft.config.layer_ids)
         key = f"draft:{one.label}"
-        methods.append(DraftMethod(tapped, one.draft, key, one.label, "draft", one.temperatures, policy))
+        methods.append(DraftMethod(tapped, one.draft, key, one.label, "draft", one.calibrations, policy))
     first = drafts[0]
     if "head_off" in options.baselines and first.draft.markov_head is not None:
         tapped = retap(target, first.draft.config.layer_ids)
@@ -164,7 +178,11 @@ def _settings(
         "dtype": options.dtype or "the run's",
         "seed": options.seed,
         "drafts": {one.label: weights_digest(one.folder) for one in drafts},
-        "confidence_temperatures": {one.label: one.temperatures for one in drafts},
+        "confidence_temperatures": {
+            f"{one.label} {trace_label(t)}": fitted
+            for one in drafts
+            for t, fitted in one.calibrations.items()
+        },
         "suites": {suite.name: _texts_digest(suite) for suite in suites},
     }
 

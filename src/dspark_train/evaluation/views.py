@@ -34,10 +34,21 @@ class ModeView:
     divergences: int | None = None
     """Differences that exceed rounding."""
     domain_tau: dict[str, float] = field(default_factory=dict)
+    policy: str = ""
+    """How much of a block is verified."""
     round_milliseconds: float | None = None
     """Wall time of a round, prompts' passes left out."""
-    head_milliseconds: float | None = None
-    """Of these, the walk of the sequential head."""
+    step_milliseconds: float | None = None
+    """Wall time of a step of plain decoding."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of a round by part."""
+    rows_per_round: float | None = None
+    """Token rows that the target verifies per round, anchors included."""
+
+    @property
+    def head_milliseconds(self) -> float | None:
+        """Of a round: the walk of the sequential head."""
+        return self.parts.get("head")
 
 
 @dataclass(frozen=True)
@@ -60,8 +71,21 @@ class CalibrationView:
     bins_before: Sequence[Sequence[ReliabilityBin]]
     bins_after: Sequence[Sequence[ReliabilityBin]]
     rounds: int
+    mean_noise: float | None = None
+    """Mean ECE that perfectly calibrated confidences would show on so few rounds."""
     domains: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
     """Mean ECE before and after, by domain."""
+
+
+@dataclass(frozen=True)
+class AcceptanceView:
+    """Acceptance by position in one group of rounds, with 95 % intervals (lists of γ; None where unknown)."""
+
+    group: str
+    conditional: Sequence[float | None]
+    low: Sequence[float | None]
+    high: Sequence[float | None]
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,20 @@ class SweepView:
     """Accepted share of the verified draft tokens."""
     tokens_per_round: Sequence[float]
     verified_per_round: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class DriftView:
+    """Mean ECE along a load that changes from one domain to another."""
+
+    first: str
+    second: str
+    rounds: Sequence[float]
+    """Since the start, at the end of each stretch."""
+    frozen: Sequence[float]
+    online: Sequence[float]
+    noise: Sequence[float]
+    """What honest probabilities would show."""
 
 
 @dataclass(frozen=True)
