@@ -1,8 +1,9 @@
 """From ranges of characters to ranges of tokens, exactly or not at all.
 
-Byte-level tokenizers lose nothing: the bytes of the tokens, one after the other, are the bytes of the text. There the
-boundaries are sums of the tokens' byte lengths, which is fast and also right for the spaces that such tokenizers leave
-out of their reported offsets. For all others, and wherever the sums do not add up to the text, the offsets are used.
+Byte-level tokenizers lose nothing: the bytes of the tokens, one after the other, are the bytes of the text.
+There the boundaries are sums of the tokens' byte lengths, which is fast and also right for the spaces that
+such tokenizers leave out of their reported offsets. For all others, and wherever the sums do not add up to
+the text, the offsets are used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class TextTokens:
         self._encoding, self._ends = encoding, ends
 
     def range(self, start: int, end: int) -> tuple[int, int] | None:
-        """Return the tokens that cover exactly ``text[start:end]``; None where a token crosses one of its ends."""
+        """Return the tokens that cover exactly ``text[start:end]``; None where a token crosses one of its
+        ends.
+        """
         if end <= start:
             return None
         if self._ends is None:

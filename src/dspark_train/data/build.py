@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ from dspark_train.data.conversations import (
     conversation_from_row,
 )
 from dspark_train.data.dataset import MANIFEST, Manifest, PreparedSet, ShardWriter, gather_manifest
+from dspark_train.data.files import locked
+from dspark_train.data.options import SplitShares
 from dspark_train.data.tokenize import TOKENIZE_VERSION, ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
 
@@ -34,25 +34,6 @@ CHUNK = 64
 
 
 @dataclass(frozen=True)
-class SplitShares:
-    """How conversations without a split of their own are divided."""
-
-    calibration: float = 0.05
-    """Share of conversations in the calibration split."""
-    heldout: float = 0.05
-    """Share of conversations in the held-out split."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.calibration, self.heldout) < 0 or self.calibration + self.heldout >= 1:
-            raise UserError(
-                f"split shares calibration={self.calibration} and heldout={self.heldout}: each must be at "
-                "least 0 and "
-                "their sum below 1"
-            )
-
-
-@dataclass(frozen=True)
 class BuildOptions:
     """What a set depends on, beside its source and its tokenizer."""
 
@@ -60,7 +41,7 @@ class BuildOptions:
     """Most tokens of an example; longer ones are cut."""
     template: Mapping[str, Any] | None = None
     """Extra chat-template arguments for every conversation, such as ``enable_thinking: false``."""
-    shares: SplitShares = SplitShares()
+    shares: SplitShares = field(default_factory=SplitShares)
     max_error_share: float = 0.05
     """The run stops where more than this share of the conversations is faulty."""
 
@@ -162,12 +143,6 @@ def new_manifest(
         source={"file": source.name, "sha256": digest, "shares": parts["shares"], "recipe": parts["recipe"]},
         version=dspark_train.__version__,
     )
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _plan_shards(source: Path, folder: Path) -> tuple[str, list[_Shard]]:
@@ -329,12 +304,3 @@ def _check(source: Path, folder: Path, manifest: Manifest, options: BuildOptions
             "max_error_share "
             f"{options.max_error_share:g} allows ({reasons}); see {folder / 'bad.jsonl'}"
         )
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file: processes that make the same set wait for the first one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

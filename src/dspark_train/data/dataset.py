@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +26,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dspark_train.data.conversations import SPLITS
+from dspark_train.data.files import write_json
 from dspark_train.data.tokenize import Example
 from dspark_train.errors import UserError
 
@@ -287,18 +287,3 @@ def gather_manifest(folder: Path, manifest: Manifest, shards: int) -> Manifest:
                 manifest.splits.setdefault(split, SplitCounts()).add(SplitCounts(**shard["splits"][split]))
                 manifest.files.setdefault(split, []).append(f"{split}-{index:05d}.arrow")
     return manifest
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON aside and move it into place."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False))
-    os.replace(temporary, path)
-
-
-def examples_by_conversation(store: ExampleStore) -> dict[str, Sequence[int]]:
-    """Sample ids of each conversation, in order."""
-    found: dict[str, list[int]] = {}
-    for index, conversation in enumerate(store.column("conversation").tolist()):
-        found.setdefault(conversation, []).append(index)
-    return dict(found)

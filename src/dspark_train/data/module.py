@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,14 +15,23 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from dspark_train.data.blocks import build_blocks, sample_weight, slot_weights
-from dspark_train.data.build import BuildOptions, SplitShares, build_set, file_digest, new_manifest
+from dspark_train.data.build import BuildOptions, build_set, new_manifest
 from dspark_train.data.conversations import Prompt
 from dspark_train.data.dataset import MANIFEST, ExampleStore, PreparedSet
+from dspark_train.data.files import file_digest
+from dspark_train.data.options import SplitShares
 from dspark_train.data.sampler import GlobalBatchSampler, MicroBatch, ValidationSampler, accumulation
 from dspark_train.data.tokenize import tokenizer_fingerprint
 from dspark_train.errors import UserError
 from dspark_train.structures import TokenBatch, TrainingBatch
-from dspark_train.target.embedded import cache_folder
+
+
+def cache_folder() -> Path:
+    """Where tokenized files are kept: the project's folder in the user's cache (``XDG_CACHE_HOME`` is
+    honoured).
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "dspark-train" / "data"
 
 
 def collate(store: ExampleStore, samples: Sequence[int], *, filler: bool = False) -> TokenBatch:
@@ -258,7 +268,7 @@ class DSparkDataModule(LightningDataModule):
                 )
         else:
             manifest = new_manifest(self.path, file_digest(self.path), tokenizer, self.options, None)
-            folder = (self.cache_dir or cache_folder() / "data") / manifest.fingerprint
+            folder = (self.cache_dir or cache_folder()) / manifest.fingerprint
             prepared = (
                 PreparedSet(folder)
                 if (folder / MANIFEST).exists()

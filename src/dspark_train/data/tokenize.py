@@ -82,7 +82,7 @@ class ConversationEncoder:
         if max_length < 2:
             raise UserError(f"max_length is {max_length}; it must be at least 2 tokens")
         self.max_length = max_length
-        self._tokenizer, self._arguments = tokenizer, arguments
+        self.tokenizer, self._arguments = tokenizer, arguments
         self._renderer: Renderer | None = None
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
@@ -95,7 +95,7 @@ class ConversationEncoder:
     def renderer(self) -> Renderer:
         """The chat template; raises UserError where there is none."""
         if self._renderer is None:
-            self._renderer = Renderer(self._tokenizer, self._arguments)
+            self._renderer = Renderer(self.tokenizer, self._arguments)
         return self._renderer
 
     @property
@@ -151,6 +151,18 @@ class ConversationEncoder:
         text = self.renderer.prompt_text(conversation, turn)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    def continue_ids(self, conversation: Conversation) -> list[int]:
+        """Return the tokens that the target reads after all messages: they end with the generation prompt."""
+        text = self.renderer.prompt_text(conversation, len(conversation.messages))
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode_answer(self, ids: Sequence[int], finished: bool) -> str:
+        """Return the text of generated tokens, without the end token where they are finished."""
+        content = list(ids[:-1]) if finished else list(ids)
+        text: str = self._backend.decode(content, skip_special_tokens=False)
+        return text
 
     def _exact(self, conversation: Conversation) -> Iterator[TokenSpans]:
         """Yield ``(ids, supervised token ranges)`` of a row that brings its own tokens."""
