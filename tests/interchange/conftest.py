@@ -38,7 +38,7 @@ def make_target() -> Callable[..., FrozenTarget]:
             transformers, f"{ {'qwen3': 'Qwen3', 'llama': 'Llama', 'gemma2': 'Gemma2'}[family] }Config"
         )
         model_class = getattr(transformers, config_class.__name__.removesuffix("Config") + "ForCausalLM")
-        torch.manual_seed(3)
+        torch.manual_seed(3 + len(family))
         config = config_class(**{**SIZES, "tie_word_embeddings": False, **overrides})
         model = model_class(config).float()
         for parameter in model.parameters():
@@ -65,8 +65,9 @@ def make_draft(target: FrozenTarget) -> Callable[..., DSparkDraft]:
     ) -> DSparkDraft:
         rank = 0 if head == "none" else 8
         config = DSparkConfig(
-            **{**SIZES, "num_hidden_layers": 2},
             **{
+                **SIZES,
+                "num_hidden_layers": 2,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
                 "block_size": 4,
                 "num_target_layers": of.num_layers,

@@ -157,6 +157,7 @@ def import_folder(
 
     layout = layout or detect(source)
     checkpoint = read_draft(source, layout)
+    compared = source if checkpoint.config["rope_parameters"] else folder
     notes = [*checkpoint.notes, *fit_to_target(checkpoint, target), *complete(checkpoint, target)]
     raw = read_json(source / "config.json")
     if "auto_map" in raw:
@@ -172,9 +173,8 @@ def import_folder(
         return ImportResult(layout, folder, notes)
     draft = DSparkDraft.load(folder, dtype=checkpoint.dtype)
     draft.borrow(target)
-    read_back = verify_folder(
-        source, draft, target.embedding_weight.cpu(), target.head_weight.cpu(), checkpoint.dtype
-    )
+    matrices = (target.embedding_weight.cpu(), target.head_weight.cpu())
+    read_back = verify_folder(compared, draft, *matrices, checkpoint.dtype)
     return ImportResult(layout, folder, notes, read_back)
 
 

@@ -84,6 +84,8 @@ def layer_fields(raw: Mapping[str, Any], where: str, notes: list[str]) -> dict[s
         raise UserError(
             f"{where}: {', '.join(missing)} missing or no positive integer; not a draft's configuration"
         )
+    if raw["num_hidden_layers"] > MAX_LAYERS:
+        raise UserError(f"{where}: num_hidden_layers {raw['num_hidden_layers']} is above {MAX_LAYERS}")
     fields = {name: raw[name] for name in REQUIRED_FIELDS}
     fields["head_dim"] = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     for name, default in LAYER_FIELDS.items():
@@ -190,9 +192,6 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
         isinstance(tap, int) and not isinstance(tap, bool) for tap in taps
     )
     rules = {
-        f"num_hidden_layers {config['num_hidden_layers']} is above {MAX_LAYERS}": (
-            config["num_hidden_layers"] > MAX_LAYERS
-        ),
         f"head_dim {config['head_dim']!r} is no positive integer": not _is_size(config["head_dim"]),
         f"block_size {config['block_size']!r} is not in 1..{MAX_LAYERS}": (
             not _is_size(config["block_size"]) or config["block_size"] > MAX_LAYERS

@@ -1,0 +1,183 @@
+"""Checkpoints from strangers are data: whatever is wrong with one is said in a line, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dspark_train.errors import UserError
+from dspark_train.interchange.checkpoint import read_header, read_specs
+from dspark_train.interchange.detect import detect, read_draft
+from dspark_train.interchange.export import TargetWeights, export_draft
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture
+def folder(make_draft: Callable[..., Any], target_weights: TargetWeights, tmp_path: Path) -> Path:
+    export_draft(make_draft("vanilla"), target_weights, tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value != "remove"}))
+
+
+def header_file(path: Path, header: Any, data: bytes = b"") -> Path:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "said"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}, b"\0" * 8, "needs 16 bytes"),
+        ({"a": {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 8]}}, b"\0" * 8, "needs"),
+        (
+            {"a": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}},
+            b"\0" * 4,
+            "element type F8_E4M3",
+        ),
+        (
+            {"a": {"dtype": "F32", "shape": [-1, 2], "data_offsets": [0, 8]}},
+            b"\0" * 8,
+            "not a safetensors file",
+        ),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 9, "truncated or padded"),
+        ({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4, "malformed"),
+        (b"[1]", b"", "not a JSON object"),
+        (b"\xff\xfe", b"", "not JSON"),
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path: Path, header: Any, data: bytes, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_header(header_file(tmp_path / "a.safetensors", header, data))
+
+
+def test_short_files_and_overlong_headers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"\0\0")
+    with pytest.raises(UserError, match="too short"):
+        read_header(path)
+    path.write_bytes(struct.pack("<Q", 10**15) + b"{}")
+    with pytest.raises(UserError, match="header of 1000000000000000 bytes"):
+        read_header(path)
+
+
+def test_a_truncated_weight_file_is_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="needs|truncated"):
+        read_draft(folder)
+
+
+def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "exploded",))
+
+    torch.save({"a": Bomb()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin, which can run code"):
+        read_specs(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin"]
+)
+def test_shards_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match="expected the name of a .safetensors file in this folder"):
+        read_specs(tmp_path)
+
+
+def test_missing_shards_and_doubled_tensors_are_refused(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"y\.safetensors: no such file"):
+        read_specs(tmp_path)
+    save_file({"a": torch.ones(1)}, tmp_path / "y.safetensors")
+    with pytest.raises(UserError, match="a is in x.safetensors and in y.safetensors"):
+        read_specs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "above 1024"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers missing or no positive integer"),
+        ({"hidden_size": "remove"}, "hidden_size missing"),
+        ({"markov_rank": -1}, "markov_rank -1"),
+        ({"markov_rank": 10**12}, "has shape"),
+        ({"markov_rank": "remove"}, "markov_rank missing"),
+        ({"markov_head_type": "lstm"}, "markov_head_type 'lstm'"),
+        ({"target_layer_ids": [2, 0]}, "strictly increasing"),
+        ({"target_layer_ids": "all"}, "strictly increasing"),
+        ({"mask_token_id": 53}, r"not in 0\.\.52"),
+        ({"block_size": 0}, "block_size 0"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "only full_attention"),
+        ({"use_sliding_window": True}, "only full_attention"),
+        ({"intermediate_size": 64}, "has shape"),
+        ({"markov_head_type": "gated"}, "gate_proj.weight is missing"),
+        ({"enable_confidence_head": False}, "confidence_head.proj.bias is unexpected"),
+        ({"draft_vocab_size": 20}, "shape|d2t is missing"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(folder: Path, values: dict[str, Any], said: str) -> None:
+    edit_config(folder, **values)
+    with pytest.raises(UserError, match=said):
+        read_draft(folder)
+
+
+def test_a_missing_or_foreign_tensor_is_named(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        ("layers.0.extra" if name == "norm.weight" else name): value for name, value in tensors.items()
+    }
+    save_file(renamed, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"norm\.weight is missing; layers\.0\.extra is unexpected"):
+        read_draft(folder)
+    mixed = {name: value.half() if name == "fc.weight" else value for name, value in tensors.items()}
+    save_file(mixed, folder / "model.safetensors")
+    with pytest.raises(UserError, match="weights mix torch.float16, torch.float32"):
+        read_draft(folder)
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, -1], [0, 0, 60], [-1, 0, 0]])
+def test_vocabulary_maps_must_ascend_within_the_vocabulary(
+    make_draft: Callable[..., Any], target_weights: TargetWeights, tmp_path: Path, offsets: list[int]
+) -> None:
+    from safetensors.torch import load_file
+
+    export_draft(make_draft("vanilla", 3), target_weights, tmp_path, "speculators")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["d2t"] = torch.tensor(offsets)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="ascending target ids"):
+        read_draft(tmp_path)
+
+
+def test_what_is_no_draft_is_said_to_be_none(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        detect(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        detect(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        detect(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(UserError, match="expected a DSpark draft"):
+        detect(tmp_path)
