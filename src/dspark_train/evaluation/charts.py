@@ -47,9 +47,9 @@ class Axis:
     text: Callable[[float], str] = plain_number
 
 
-def by_position(values: Sequence[float | None]) -> list[Point]:
-    """Return (1, value), (2, value), …; what is unknown becomes a gap."""
-    return [(i, math.nan if value is None else value) for i, value in enumerate(values, start=1)]
+def by_position(values: Sequence[float | None], offset: float = 0.0) -> list[Point]:
+    """Return (1, value), (2, value), …, moved sideways by ``offset``; what is unknown becomes a gap."""
+    return [(i + offset, math.nan if value is None else value) for i, value in enumerate(values, start=1)]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _marks(series: Series, x: _Scale, y: _Scale, x_axis: Axis, y_axis: Axis) -> 
     if series.markers:
         for px, py in series.points:
             if x.takes(px) and y.takes(py):
-                text = f"{series.label}: {x_axis.text(px)} → {y_axis.text(py)}"
+                text = f"{series.label}: {x_axis.text(px)} → {y_axis.text(py)}".removeprefix(": ")
                 parts.append(
                     f'<circle class="dot {series.classes}"{series.style} '
                     f'cx="{x(px):.1f}" cy="{y(py):.1f}" r="3.2">'

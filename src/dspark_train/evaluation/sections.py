@@ -179,7 +179,7 @@ def _domain_figure(groups: Sequence[AcceptanceView]) -> Figure | None:
     series = [
         Series(
             group.group,
-            by_position(group.conditional),
+            by_position(group.conditional, 0.1 * (colour - (len(shown) - 1) / 2)),
             colour,
             markers=True,
             errors=[
@@ -199,7 +199,9 @@ def _domain_figure(groups: Sequence[AcceptanceView]) -> Figure | None:
 
 def position_axis(size: int) -> Axis:
     """Return the axis of draft positions 1..γ."""
-    return Axis("Draft position", low=0.5, high=size + 0.5, ticks=tuple(range(1, size + 1)))
+    return Axis(
+        "Draft position", low=0.5, high=size + 0.5, ticks=tuple(range(1, size + 1)), text=lambda x: f"{x:.0f}"
+    )
 
 
 def share_axis() -> Axis:
@@ -283,7 +285,8 @@ def speed(modes: Sequence[ModeView], batch_size: int | None = None) -> Section |
     rows = [[mode.name, *(cells[i] for _, cells in kept)] for i, mode in enumerate(shown)]
     table = Table("Plain against speculative decoding", ["", *(title for title, _ in kept)], rows)
     lead = "The same prompts, decoded in turns by the same decoder with and without the draft"
-    lead += f", {batch_size} at once" if batch_size else ""
+    if batch_size:
+        lead += ", one at a time" if batch_size == 1 else f", {batch_size} at once"
     lead += f"; verification policy: {shown[0].policy}." if shown[0].policy else "."
     return Section("speed", "Speed", lead, "", figures, [table], source="decode.json")
 
