@@ -334,12 +334,20 @@ class ActiveRun:
 
     def _propose(self, anchors: Tensor, positions: list[int]) -> tuple[Proposal | None, list[int]]:
         """Draft tokens, and rows of each request to verify: the anchor and the prefix that the policy picked."""
+        proposal = self._draft(anchors, positions)
+        return proposal, [1] * len(positions) if proposal is None else self._schedule(proposal)
+
+    def _draft(self, anchors: Tensor, positions: list[int]) -> Proposal | None:
+        """Draft tokens after the anchors ``[R]``; None decodes plainly."""
         if self.draft is None:
-            return None, [1] * len(positions)
+            return None
         with self.watch.part("draft"):
             hidden = self.draft.hidden(anchors, positions)
         with self.watch.part("head"):
-            proposal = self.draft.walk(hidden[:, : self.decoder.depth], anchors, self.rule, self.generator)
+            return self.draft.walk(hidden[:, : self.decoder.depth], anchors, self.rule, self.generator)
+
+    def _schedule(self, proposal: Proposal) -> list[int]:
+        """Rows of each request to verify, the anchor's included."""
         with self.watch.part("schedule"):
             logits = proposal.confidence_logits
             confidence = (
@@ -350,7 +358,7 @@ class ActiveRun:
             lengths = self.choose(confidence).tolist()
         # a request's last token is the target's own: no draft token beyond that is verified
         pairs = zip(lengths, self.active, strict=True)
-        return proposal, [1 + min(length, request.remaining - 1) for length, request in pairs]
+        return [1 + min(length, request.remaining - 1) for length, request in pairs]
 
     def _verify(
         self, hidden: Tensor, layout: RowLayout, proposed: Tensor, proposal: Proposal | None

@@ -1,0 +1,51 @@
+"""Draft rounds of the reference implementation, through the decoder's own draft pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from golden import HEADS, load_golden
+
+from dspark_train.decoding.cache import RowLayout
+from dspark_train.decoding.draft_pass import DraftPass
+from dspark_train.decoding.sampling import SamplingRule
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("slot", [0, 2])
+@torch.inference_mode()
+def test_greedy_rounds_agree_with_the_reference(head: str, slot: int) -> None:
+    golden = load_golden(head)
+    features = golden.tensors["target_features"][0]
+    drafted = DraftPass(golden.draft, slots=slot + 1, length=64)
+    for index, expected in enumerate(golden.expected["decode_rounds"]):
+        start, end = expected["context_rows"]
+        drafted.append(features[start:end], RowLayout([end - start], [start], CPU, first_slot=slot))
+        # idle slots before the one under test hold nothing and draft from position 0
+        anchors = torch.tensor([7] * slot + [expected["anchor_token"]])
+        positions = [0] * slot + [expected["anchor_position"]]
+        hidden = drafted.hidden(anchors, positions)
+        proposal = drafted.walk(hidden, anchors, SamplingRule())
+        assert proposal.tokens[slot].tolist() == expected["greedy_draft"]
+        torch.testing.assert_close(hidden[slot:], golden.decode[f"hidden_{index}"], atol=1e-4, rtol=0)
+        if proposal.confidence_logits is not None:
+            expected_logits = golden.decode[f"confidence_logits_{index}"]
+            torch.testing.assert_close(proposal.confidence_logits[slot:], expected_logits, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_rejected_context_and_block_slots_leave_no_trace() -> None:
+    """Rows appended beyond the next anchor, and slots of earlier blocks, change nothing."""
+    golden = load_golden("vanilla")
+    features = golden.tensors["target_features"][0]
+    anchors, rule = torch.tensor([33]), SamplingRule()
+    clean, used = (DraftPass(golden.draft, slots=1, length=64) for _ in range(2))
+    clean.append(features[:8], RowLayout([8], [0], CPU))
+    used.append(features[:5], RowLayout([5], [0], CPU))
+    used.propose(torch.tensor([90]), [5], rule)
+    used.append(features[5:12].flip(0), RowLayout([7], [5], CPU))  # seven verified, all wrong
+    used.append(features[5:8], RowLayout([3], [5], CPU))
+    first, second = clean.hidden(anchors, [8]), used.hidden(anchors, [8])
+    torch.testing.assert_close(first, second)
