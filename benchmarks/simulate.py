@@ -18,9 +18,11 @@ import jsonargparse
 
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import GenerationResult, generate
+from dspark_train.decoding.measure import interleave
 from dspark_train.decoding.policies import FixedLength
 from dspark_train.decoding.simulate import NamedPolicy, simulate_queue, standard_policies
 from dspark_train.decoding.study_commands import run_temperatures
+from dspark_train.target.frozen import default_device
 from dspark_train.training.run import Run, environment, load_run
 
 
@@ -82,11 +84,11 @@ def main(
         threshold: of the threshold policy.
         output: JSON file for the rows; left out: none.
     """
-    opened = load_run(run)
+    opened = load_run(run, "float32" if default_device().type == "cpu" else None)
     table = CostTable.load(costs or run / "studies" / "cost_table.json")
     block_size = opened.draft.config.block_size
     temperatures = run_temperatures(run, 0.0, block_size)
-    every = [prompt.ids for prompt in opened.data.prompts("heldout")]
+    every = [prompt.ids for prompt in interleave(opened.data.prompts("heldout"))]
     rows = []
     for batch_size in batch_sizes:
         prompts = [every[index % len(every)] for index in range(prompts_per_slot * batch_size)]

@@ -24,7 +24,7 @@ class Recording:
     """How rounds are made where a run has none yet.
 
     Args:
-        prompts: Prompts of each split, from its start; fewer where the split is smaller.
+        prompts: Prompts of each split, of all domains in turn; fewer where the split is smaller.
         max_new_tokens: Longest answer, in tokens.
         batch_size: Requests decoded at once.
         seed: Of the sampling.
@@ -74,15 +74,16 @@ class RecordedRounds:
         path = self.path(split, temperature)
         if path.is_file() and not self.refresh:
             return DecodingTrace.load(path)
+        from dspark_train.decoding.decoder import generate
+        from dspark_train.decoding.measure import interleave
+
         opened = self._open()
-        prompts = opened.data.prompts(split)[: self.recording.prompts]
+        prompts = interleave(opened.data.prompts(split))[: self.recording.prompts]
         if not prompts:
             raise UserError(
                 f"run {self.run}: its data have no {split} prompts; give the split a share of them"
             )
         say(f"decoding {len(prompts)} {split} prompts ({trace_label(temperature)})")
-        from dspark_train.decoding.decoder import generate
-
         begun = time.monotonic()
         result = generate(
             opened.target,
@@ -102,7 +103,9 @@ class RecordedRounds:
 
     def _open(self) -> Run:
         if self._opened is None:
+            from dspark_train.target.frozen import default_device
             from dspark_train.training.run import load_run
 
-            self._opened = load_run(self.run)
+            # on a CPU float32 is exact and fastest; elsewhere what will be served
+            self._opened = load_run(self.run, "float32" if default_device().type == "cpu" else None)
         return self._opened
