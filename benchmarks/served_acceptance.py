@@ -16,6 +16,7 @@ sampled. A run folder adds its own pair.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -345,7 +346,8 @@ def main() -> None:
         else tiny_cases(work, options.only, options.target_steps, options.draft_steps)
     )
     rows = []
-    for case in [*cases, *([run_case(options.run, options.limit)] if options.run else [])]:
+    own_run = (run_case(options.run, options.limit) for _ in range(options.run is not None))
+    for case in itertools.chain(cases, own_run):
         for row in check(case, options.vllm, work, options.max_tokens):
             rows.append(row)
             print(

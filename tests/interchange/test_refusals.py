@@ -77,7 +77,7 @@ def test_short_files_and_overlong_headers_are_refused(tmp_path: Path) -> None:
 def test_a_truncated_weight_file_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match="needs|truncated"):
+    with pytest.raises(UserError, match=r"needs|truncated"):
         read_draft(folder)
 
 
@@ -97,7 +97,7 @@ def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
 )
 def test_shards_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(UserError, match="expected the name of a .safetensors file in this folder"):
+    with pytest.raises(UserError, match=r"expected the name of a \.safetensors file in this folder"):
         read_specs(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_missing_shards_and_doubled_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"y\.safetensors: no such file"):
         read_specs(tmp_path)
     save_file({"a": torch.ones(1)}, tmp_path / "y.safetensors")
-    with pytest.raises(UserError, match="a is in x.safetensors and in y.safetensors"):
+    with pytest.raises(UserError, match=r"a is in x\.safetensors and in y\.safetensors"):
         read_specs(tmp_path)
 
 
@@ -152,7 +152,7 @@ def test_a_missing_or_foreign_tensor_is_named(folder: Path) -> None:
         read_draft(folder)
     mixed = {name: value.half() if name == "fc.weight" else value for name, value in tensors.items()}
     save_file(mixed, folder / "model.safetensors")
-    with pytest.raises(UserError, match="weights mix torch.float16, torch.float32"):
+    with pytest.raises(UserError, match=r"weights mix torch\.float16, torch\.float32"):
         read_draft(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -91,10 +92,10 @@ class FakeServer:
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802 - the library's name
+            def do_GET(self) -> None:
                 self.reply({})
 
-            def do_POST(self) -> None:  # noqa: N802 - the library's name
+            def do_POST(self) -> None:
                 self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def reply(self, body: dict[str, Any]) -> None:
@@ -131,7 +132,7 @@ def draft(make_draft: Callable[..., DSparkDraft], target: FrozenTarget) -> DSpar
     tokens = generate(target, None, PROMPTS, max_new_tokens=12).tokens
     with torch.no_grad():
         for row in tokens:
-            for before, after in zip(row, row[1:], strict=False):
+            for before, after in itertools.pairwise(row):
                 draft.markov_head.markov_w1.weight[before] = torch.randn(
                     8, generator=torch.Generator().manual_seed(before)
                 )
