@@ -26,7 +26,13 @@ class Command:
 
 COMMANDS = {
     "prepare": Command(
-        "dspark_train.data.commands:prepare", "prompts or chats to a training set with exact masks", "Data"
+        "dspark_train.prepare:prepare", "prompts or chats to a training set with exact masks", "Data"
+    ),
+    "prepare show": Command(
+        "dspark_train.prepare:show", "print conversations with their supervised tokens coloured", "Data"
+    ),
+    "prepare stats": Command(
+        "dspark_train.prepare:stats", "lengths, mask share, anchors and domains of a training set", "Data"
     ),
     "plan": Command(
         "dspark_train.training.plan:plan", "what a recipe will need, from configs alone", "Training"
@@ -87,7 +93,7 @@ def usage() -> str:
     for group in groups:
         lines += ["", f"{group}:"]
         lines += [
-            f"  {name:<12} {command.summary}" for name, command in COMMANDS.items() if command.group == group
+            f"  {name:<14} {command.summary}" for name, command in COMMANDS.items() if command.group == group
         ]
     lines += ["", "Start with:  python -m dspark_train fit --config configs/quickstart.yaml"]
     return "\n".join(lines)
@@ -110,6 +116,8 @@ def run(arguments: Sequence[str]) -> None:
         print(f"dspark-train {__version__}")
         return
     name, rest = arguments[0], list(arguments[1:])
+    if rest and f"{name} {rest[0]}" in COMMANDS:
+        name, rest = f"{name} {rest[0]}", rest[1:]
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}; --help lists the commands")
     quiet_libraries()

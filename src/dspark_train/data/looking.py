@@ -81,9 +81,9 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
     table = Table(
         title=f"{path} · {manifest.conversations} conversations · tokenizer {manifest.tokenizer_name}"
     )
-    columns = ("split", "examples", "tokens", "supervised", "share", "anchors", "anchors / example")
-    for column in (*columns, "blocks / epoch", "slots / epoch"):
+    for column in ("split", "examples", "tokens", "supervised", "share", "anchors", "per example"):
         table.add_column(column, justify="left" if column == "split" else "right")
+    cost: list[str] = []
     stores: dict[str, ExampleStore] = {}
     for split, counts in manifest.splits.items():
         stores[split] = prepared.split(split)
@@ -96,10 +96,14 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
             f"{counts.supervised / counts.tokens:.1%}",
             f"{counts.anchors:,}",
             f"{counts.anchors / counts.examples:.1f}",
-            f"{blocks:,}",
-            f"≤ {blocks * block_size:,}",
+        )
+        cost.append(
+            f"{split}: an epoch reads {counts.tokens:,} tokens through the target and trains on {blocks:,} blocks, at "
+            f"most {blocks * block_size:,} slots (γ {block_size}, at most {num_anchors} anchors per example)"
         )
     console.print(table)
+    for line in cost:
+        console.print(line, highlight=False)
     lengths = Table(title="quantiles over examples")
     for column in ("", "min", "10 %", "median", "90 %", "99 %", "max"):
         lengths.add_column(column, justify="right" if column else "left")

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +23,7 @@ from dspark_train.data.sampler import GlobalBatchSampler, MicroBatch, Validation
 from dspark_train.data.tokenize import tokenizer_fingerprint
 from dspark_train.errors import UserError
 from dspark_train.structures import TokenBatch, TrainingBatch
-
-
-def cache_folder() -> Path:
-    """Where tokenized files are kept: the project's folder in the user's cache (``XDG_CACHE_HOME`` is
-    honoured).
-    """
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "dspark-train" / "data"
+from dspark_train.target.embedded import cache_folder
 
 
 def collate(store: ExampleStore, samples: Sequence[int], *, filler: bool = False) -> TokenBatch:
@@ -268,7 +260,7 @@ class DSparkDataModule(LightningDataModule):
                 )
         else:
             manifest = new_manifest(self.path, file_digest(self.path), tokenizer, self.options, None)
-            folder = (self.cache_dir or cache_folder()) / manifest.fingerprint
+            folder = (self.cache_dir or cache_folder() / "data") / manifest.fingerprint
             prepared = (
                 PreparedSet(folder)
                 if (folder / MANIFEST).exists()

@@ -1,4 +1,6 @@
-"""The commands ``prepare``, ``show`` and ``stats``. Nothing heavy is imported before it is needed."""
+"""The commands ``prepare``, ``prepare show`` and ``prepare stats``: the data stages, with bars, and a look
+at the result.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,11 @@ def prepare(
     max_error_share: float = 0.05,
     regeneration: Regenerate = Regenerate(),  # noqa: B008 - frozen
     tokenization: Tokenize = Tokenize(),
-    generate: Generate | None = None,
 ) -> None:
     """Make a training set: collect conversations, let the target answer them, tokenize them with exact masks.
 
-    Each stage leaves its result in the output folder (collected.jsonl, regenerated.jsonl, tokenized/) and is skipped
-    or continued where a former run left off.
+    Each stage leaves its result in the output folder (collected.jsonl, regenerated.jsonl, tokenized/) and is
+    skipped or continued where a former run left off.
 
     Args:
         output: folder of the results.
@@ -61,8 +62,8 @@ def prepare(
         target: hub id or folder of the target; its tokenizer and chat template decide the masks.
         name: of the recipe.
         notes: on licenses and origins, for the record.
-        stages: which to run, of collect, regenerate and tokenize. The last one takes the answers of the target where
-            regenerated.jsonl exists or is to be made, else the collected ones.
+        stages: which to run, of collect, regenerate and tokenize. The last one takes the answers of the
+            target where regenerated.jsonl exists or is to be made, else the collected ones.
         filters: conversations, and parts of them, that are left out.
         deduplicate: which conversations count as the same.
         shares: how conversations are divided into splits.
@@ -71,7 +72,6 @@ def prepare(
         max_error_share: stop where more than this share of the rows or conversations is faulty.
         regeneration: how the target answers.
         tokenization: how conversations become examples.
-        generate: generation in this process; given by the program, not by a config.
     """
     wanted = [stage for stage in STAGES if stage in stages]
     if not wanted:
@@ -95,7 +95,7 @@ def prepare(
                 output,
                 regeneration,
                 encoder=encoder,
-                generate=generate,
+                generate=None if regeneration.servers else in_process(str(target), regeneration),
                 progress=lambda conversations, _tokens: bar(conversations, None),
             )
     elif (output / "regenerated.jsonl").exists():
@@ -138,11 +138,49 @@ def load_tokenizer(target: str) -> Any:
     """Load the tokenizer of a target by hub id, folder, or the name of the embedded default."""
     from transformers import AutoTokenizer
 
+    from dspark_train.target.embedded import NAME, embedded_target
+
+    path = str(embedded_target()) if target == NAME else target
     try:
-        return AutoTokenizer.from_pretrained(target)
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"target {target!r}: no tokenizer can be loaded from it ({reason})") from error
+
+
+def in_process(target: str, options: Regenerate) -> Generate:
+    """Load a target and return a function that lets it answer batches of prompts.
+
+    Sampling settings that are not set come from the target's generation config. Greedy answers are always
+    the same; sampled ones also depend on which prompts share a batch, so that an interrupted run may end
+    with others.
+    """
+    from dspark_train.decoding.decoder import Decoder
+    from dspark_train.decoding.sampling import SamplingRule
+    from dspark_train.target.frozen import FrozenTarget
+
+    if options.min_p is not None:
+        raise UserError("regeneration.min_p is not known in this process: leave it out, or name servers")
+    frozen = FrozenTarget.load(target)
+    own = getattr(frozen.model, "generation_config", None)
+
+    def setting(name: str, otherwise: float) -> float:
+        chosen = getattr(options, name)
+        declared = getattr(own, name, None)
+        return float(chosen if chosen is not None else declared if declared is not None else otherwise)
+
+    rule = SamplingRule(setting("temperature", 1.0), int(setting("top_k", 0)), setting("top_p", 1.0))
+    decoder = Decoder(frozen, rule=rule)
+
+    def generate(
+        prompts: Sequence[Sequence[int]], *, max_tokens: int, sampling: dict[str, Any], seeds: Sequence[int]
+    ) -> list[tuple[list[int], bool]]:
+        requests = decoder.requests(prompts, max_tokens, None)
+        result = decoder.run(requests, batch_size=len(prompts), seed=seeds[0])
+        finished = (reason == "stop" for reason in result.finished_by)
+        return list(zip(result.tokens, finished, strict=True))
+
+    return generate
 
 
 def _encoder(target: str | None, tokenization: Tokenize) -> ConversationEncoder:
