@@ -53,8 +53,6 @@ def master_state(module: nn.Module) -> dict[str, Tensor]:
 
 def load_master_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Set parameters and masters from what :func:`master_state` returned (same names and shapes)."""
-    from deepspeed.utils import safe_set_full_fp32_param
-
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if name in state:
@@ -63,7 +61,7 @@ def load_master_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         with _modifiable(parameter), torch.no_grad():
             parameter.copy_(state[name])
         if parameter.requires_grad:
-            safe_set_full_fp32_param(parameter, state[name].to(parameter.device, torch.float32))
+            _set_whole(parameter, state[name])
 
 
 @contextmanager
@@ -106,8 +104,6 @@ def optimizer_state(module: nn.Module, zero_optimizer: Any) -> dict[str, Any]:
 
 def load_optimizer_state(module: nn.Module, zero_optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Set moments, step counts and hyper-parameters (the learning rate among them) from :func:`optimizer_state`."""
-    from deepspeed.utils import safe_set_full_optimizer_state
-
     inner, flats = zero_optimizer.optimizer, _flat_masters(zero_optimizer)
     for group in inner.param_groups:
         for key, value in saved["param_groups"][0].items():
@@ -129,8 +125,30 @@ def load_optimizer_state(module: nn.Module, zero_optimizer: Any, saved: Mapping[
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for index, parameter in enumerate(trained):
         for key in moments:
-            value = saved["state"][index][key].to(parameter.device, torch.float32)
-            safe_set_full_optimizer_state(parameter, value, key)
+            _set_whole(parameter, saved["state"][index][key], key)
+
+
+def _set_whole(parameter: nn.Parameter, value: Tensor, moment: str | None = None) -> None:
+    """Give this rank its part of a whole master (or of a moment)."""
+    from deepspeed import utils
+
+    value = value.to(parameter.device, torch.float32)
+    if hasattr(parameter, "ds_id"):
+        # the padding of partitions is done here: DeepSpeed's own setter fails where a tensor does not divide evenly
+        partitioned: Any = parameter
+        part = partitioned.partition_numel()
+        rank = torch.distributed.get_rank(group=partitioned.ds_process_group)
+        padded = value.new_zeros(max(value.numel(), part * (rank + 1)))
+        padded[: value.numel()] = value.flatten()
+        local = padded.narrow(0, part * rank, part)
+        if moment is None:
+            utils.safe_set_local_fp32_param(parameter, local)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, local, moment)
+    elif moment is None:
+        utils.safe_set_full_fp32_param(parameter, value)
+    else:
+        utils.safe_set_full_optimizer_state(parameter, value, moment)
 
 
 def _flat_masters(zero_optimizer: Any) -> list[Tensor]:
