@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from tiny_models import tiny_draft, tiny_target
 
 from dspark_train.decoding.cost import CostTable
+from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.policies import FixedLength, Scheduled, Threshold
 from dspark_train.decoding.simulate import (
     NamedPolicy,
@@ -188,3 +190,27 @@ def test_bad_requests_and_traces():
     with pytest.raises(UserError, match="no confidences"):
         simulate_point(blind, linear(), NamedPolicy("threshold", Threshold(0.5)), 2)
     assert simulate_point(blind, linear(), NamedPolicy("fixed", FixedLength()), 2).tau > 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_whole_blocks_take_the_steps_and_rows_of_the_real_decoder(batch_size):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    prompts = [[5 + i, 7, 9] for i in range(8)]
+    limits = [6, 20, 11, 17, 9, 14, 20, 8]
+    real = generate(
+        target,
+        draft,
+        prompts,
+        max_new_tokens=limits,
+        temperature=1.5,
+        batch_size=batch_size,
+        stop_token_ids=[3],
+        seed=1,
+    )
+    assert real.trace.accepted.sum() > 5  # a pair that accepts something
+    played = play(Replay(real.trace, None, batch_size, endless=False), FixedLength())
+    assert len(played.active) == real.timings.rounds
+    assert int((played.active + played.verified).sum()) == real.timings.rows
+    # the first token of each request comes from its prompt's pass
+    assert int(played.tokens.sum()) == real.timings.tokens - len(prompts)
