@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,21 @@ def explain(error: argparse.ArgumentError, parser: jsonargparse.ArgumentParser) 
     return UserError(text.replace('Parser key "', 'key "'))
 
 
+def join_configs(arguments: Sequence[str]) -> list[str]:
+    """Turn repeated ``--config FILE`` into one list, in their order, for a function that takes several."""
+    found: list[str] = []
+    rest: list[str] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == "--config":
+            found += [value for value in [next(waiting, None)] if value is not None]
+        elif argument.startswith("--config="):
+            found.append(argument.removeprefix("--config="))
+        else:
+            rest.append(argument)
+    return [*rest, f"--config={json.dumps(found)}"] if found else rest
+
+
 def run_command(function: Callable[..., Any], arguments: Sequence[str], name: str) -> Any:
     """Call a typed function with arguments from the command line.
 
@@ -55,6 +71,8 @@ def run_command(function: Callable[..., Any], arguments: Sequence[str], name: st
         prog=f"dspark-train {name}", description=(function.__doc__ or "").strip().split("\n")[0], **STRICT
     )
     own_config = "config" in inspect.signature(function).parameters
+    if own_config and str(inspect.signature(function).parameters["config"].annotation).startswith("list"):
+        arguments = join_configs(arguments)
     if not own_config:
         parser.add_argument("--config", action="config", help="YAML file with options; flags win over it")
     parser.add_function_arguments(function, as_group=False, as_positional=not own_config)

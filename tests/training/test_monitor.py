@@ -1,0 +1,59 @@
+"""What the monitor logs, and that its parts add up."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import tiny
+import torch
+from lightning.pytorch import Callback
+
+from dspark_train.training.csv_logger import RunCSVLogger
+from dspark_train.training.monitor import PARTS, StepClock, StepMonitor
+
+
+class Norms(Callback):
+    """The gradient norm computed independently."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: object, module: torch.nn.Module, optimizer: object) -> None:
+        flat = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        self.values.append(float(flat.norm()))
+
+
+def test_every_logging_step_has_rate_norm_memory_and_shares(tmp_path: Path) -> None:
+    norms = Norms()
+    trainer = tiny.tiny_trainer(
+        tmp_path,
+        max_steps=6,
+        log_every_n_steps=2,
+        callbacks=[StepMonitor(), norms],
+        logger=RunCSVLogger(tmp_path),
+        limit_val_batches=1,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+    )
+    tiny.fit(tiny.tiny_module(), tiny.TinyData(), trainer)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("tokens_per_second")]
+    assert len(rows) == 3
+    for index, row in enumerate(rows):
+        shares = [float(row[f"time/{part}"]) for part in PARTS]
+        assert abs(sum(shares) - 1) < 1e-6
+        assert min(shares) >= 0
+        assert float(row["tokens_per_second"]) > 0
+        assert float(row["memory_gib"]) > 0
+        assert float(row["lr"]) > 0 or index == 2
+        assert abs(float(row["grad_norm"]) / norms.values[2 * index + 1] - 1) < 1e-4
+
+
+def test_time_before_the_first_mark_belongs_to_no_part() -> None:
+    clock = StepClock(torch.device("cpu"))
+    clock.mark("target")
+    assert sum(clock.read().values()) == 0
+    clock.mark("target")
+    assert clock.read()["target"] > 0
+    assert sum(clock.read().values()) == 0
