@@ -8,9 +8,9 @@ one pair of target and draft in one layout, in float32, greedy, whole blocks: co
 plain serving, and accepted length and acceptance per position those of this project's decoder on the same
 prompts.
 
-Tiny pairs are made here, in about a minute each: a target trained on a random second-order law of 40
-symbols, so that its greedy answers neither stop nor repeat soon, and a draft trained on text that the target
-sampled. A run folder adds its own pair.
+Tiny pairs are made here: random targets whose greedy answers wander, and random drafts whose sequential head leans
+towards the pairs of tokens in those answers. Both the backbone and the head decide, so some drafts are accepted and
+some are not, and an engine that reads either of them wrongly shows. A run folder adds its own, trained pair.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,21 +30,27 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dspark_train.data.blocks import build_blocks
 from dspark_train.decoding.decoder import generate
 from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.interchange.export import ExportFormat, TargetWeights, export_draft
 from dspark_train.interchange.serve_check import Acceptance, own_rounds
-from dspark_train.structures import TokenBatch
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 VOCABULARY = 256
-SYMBOLS = 40
-"""Tokens that the law uses: every sixth id."""
 CONTEXT = 512
+LEAN = 1.5
+"""How strongly a tiny draft leans towards pairs of tokens that its target says."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -55,41 +60,19 @@ class TinyPair:
     name: str
     family: str
     layouts: tuple[ExportFormat, ...]
-    head: str = "vanilla"
-    reduced: int | None = None
-    """Draft vocabulary: the most frequent tokens of the target's text."""
     target: tuple[tuple[str, Any], ...] = ()
     """Fields of the target's configuration."""
+    reduced: int | None = None
+    """Size of the draft's vocabulary."""
 
 
+TIED = (("tie_word_embeddings", True),)
 PAIRS = (
-    TinyPair("tiny Llama", "Llama", ("native", "speculators")),
     TinyPair(
-        "tiny Qwen3, tied embeddings",
-        "Qwen3",
-        ("native", "speculators"),
-        target=(("tie_word_embeddings", True),),
+        "tiny Llama, llama3 rope", "Llama", ("native", "speculators"), (("rope_parameters", LLAMA3_ROPE),)
     ),
-    TinyPair("tiny Qwen3, 160 of 256 draft tokens", "Qwen3", ("native", "speculators"), reduced=160),
-    TinyPair("tiny Llama, parallel draft", "Llama", ("native",), head="none"),
-    TinyPair(
-        "tiny Llama, llama3 rope",
-        "Llama",
-        ("native", "speculators"),
-        target=(
-            (
-                "rope_parameters",
-                {
-                    "rope_type": "llama3",
-                    "rope_theta": 10000.0,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-            ),
-        ),
-    ),
+    TinyPair("tiny Qwen3, tied matrices", "Qwen3", ("native", "speculators"), TIED),
+    TinyPair("tiny Qwen3, 128 draft tokens", "Qwen3", ("native", "speculators"), TIED, reduced=128),
 )
 
 
@@ -105,8 +88,8 @@ class Case:
     prompts: list[list[int]]
 
 
-def make_target(pair: TinyPair, folder: Path, steps: int) -> FrozenTarget:
-    """A target in ``folder``, with a tokenizer, as a server needs it."""
+def make_target(pair: TinyPair, folder: Path) -> FrozenTarget:
+    """A random target in ``folder``, with a tokenizer, as a server needs it."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{pair.family}Config")(
         vocab_size=VOCABULARY,
@@ -117,59 +100,20 @@ def make_target(pair: TinyPair, folder: Path, steps: int) -> FrozenTarget:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=CONTEXT,
+        initializer_range=0.12,
         bos_token_id=None,
         eos_token_id=None,
         **{"tie_word_embeddings": False, **dict(pair.target)},
     )
-    model = getattr(transformers, f"{pair.family}ForCausalLM")(config).float()
-    train_target(model, steps)
-    model.save_pretrained(folder)
+    getattr(transformers, f"{pair.family}ForCausalLM")(config).float().save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)
     return FrozenTarget.load(TargetConfig(str(folder), layer_ids=[0, 1, 2], dtype="float32", device="cpu"))
 
 
-def law_text(count: int, length: int, seed: int) -> torch.Tensor:
-    """Texts ``[count, length]`` of the law: the next symbol follows from the last two, nine times out of
-    ten."""
-    table = torch.randint(SYMBOLS, (SYMBOLS, SYMBOLS), generator=torch.Generator().manual_seed(389))
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(SYMBOLS, (count, length), generator=generator)
-    lawful = torch.rand(count, length, generator=generator) < 0.9
-    for place in range(2, length):
-        text[:, place] = torch.where(
-            lawful[:, place], table[text[:, place - 2], text[:, place - 1]], text[:, place]
-        )
-    return text * 6
-
-
-def train_target(model: torch.nn.Module, steps: int) -> None:
-    """Train a target on the law."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(steps):
-        text = law_text(32, 48, seed=100 + step)
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
-        loss = model(input_ids=text, labels=text).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def sample_text(target: FrozenTarget, count: int, length: int) -> torch.Tensor:
-    """Texts ``[count, length]`` that the target sampled at a low temperature."""
-    prompts = law_text(count, 4, seed=2)
-    options = {"max_new_tokens": length - 4, "temperature": 0.5, "batch_size": 64, "seed": 3}
-    answers = generate(target, None, prompts.tolist(), **options).tokens
-    return torch.cat([prompts, torch.tensor(answers)], dim=1)
-
-
-def train_draft(pair: TinyPair, target: FrozenTarget, steps: int) -> DSparkDraft:
-    """A draft trained on the target's text: cross-entropy of the drafts, nothing else."""
-    text = sample_text(target, 192, 96)
-    rank = 0 if pair.head == "none" else 16
-    torch.manual_seed(4)
+def make_draft(pair: TinyPair, target: FrozenTarget, answers: list[list[int]]) -> DSparkDraft:
+    """A random draft whose sequential head leans towards the pairs of tokens in ``answers``."""
     config = DSparkConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -179,55 +123,41 @@ def train_draft(pair: TinyPair, target: FrozenTarget, steps: int) -> DSparkDraft
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=CONTEXT,
+        initializer_range=0.12,
         rope_parameters=dict(target.config.rope_parameters),
         block_size=5,
         num_target_layers=target.num_layers,
         target_layer_ids=list(target.layer_ids),
         mask_token_id=VOCABULARY - 1,
-        markov_rank=rank,
-        markov_head_type=pair.head,
-        confidence_head_with_markov=rank > 0,
+        markov_rank=32,
         draft_vocab_size=pair.reduced,
         bos_token_id=None,
         eos_token_id=None,
     )
-    ids = None
-    if pair.reduced is not None:
-        ids = text.flatten().bincount(minlength=VOCABULARY).topk(pair.reduced).indices.sort().values
-    place = torch.full((VOCABULARY,), -100)
-    place[torch.arange(VOCABULARY) if ids is None else ids] = torch.arange(pair.reduced or VOCABULARY)
-    draft = DSparkDraft(config, target=target, draft_token_ids=ids)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
-        rows = torch.randint(len(text), (8,), generator=torch.Generator().manual_seed(step))
-        mask = torch.ones(8, text.shape[1], dtype=torch.bool)
-        tokens = TokenBatch(text[rows], torch.full((8,), text.shape[1]), mask, rows)
-        blocks = build_blocks(
-            tokens, num_anchors=24, block_size=5, mask_token_id=VOCABULARY - 1, seed=5, epoch=step
-        )
-        output = draft(target.states(tokens.input_ids).features, blocks)
-        labels = place[blocks.labels].masked_fill(~blocks.supervised, -100)
-        loss = torch.nn.functional.cross_entropy(
-            draft.logits(output.hidden, output.latent).flatten(0, 1), labels.flatten()
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return draft.eval()
+    said = torch.tensor([token for answer in answers for token in answer]).bincount(minlength=VOCABULARY)
+    ids = None if pair.reduced is None else said.topk(pair.reduced).indices.sort().values
+    place = dict(zip(range(VOCABULARY) if ids is None else ids.tolist(), itertools.count(), strict=False))
+    torch.manual_seed(4)
+    draft = DSparkDraft(config, target=target, draft_token_ids=ids).eval()
+    first, second = draft.markov_head.markov_w1.weight.data, draft.markov_head.markov_w2.weight.data
+    first.normal_()
+    for before, after in {pair for answer in answers for pair in itertools.pairwise(answer)}:
+        if after in place:
+            second[place[after]] += LEAN * first[before] / first[before].norm()
+    return draft
 
 
-def tiny_cases(work: Path, names: list[str], target_steps: int, draft_steps: int) -> Iterator[Case]:
+def tiny_cases(work: Path, names: list[str], max_tokens: int) -> Iterator[Case]:
     """The pairs that are made here."""
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(VOCABULARY - 1, (5 + i,), generator=generator).tolist() for i in range(8)]
     for pair in PAIRS:
         if names and not any(name.lower() in pair.name.lower() for name in names):
             continue
-        folder = work / pair.name.replace(" ", "_").replace(",", "") / "target"
-        target = make_target(pair, folder, target_steps)
-        draft = train_draft(pair, target, draft_steps)
-        prompts = [law_text(1, 5 + i, seed=6 + i)[0].tolist() for i in range(8)]
-        yield Case(pair.name, target, folder, draft, pair.layouts, prompts)
+        folder = work / slug(f"{pair.family}{len(pair.target)}") / "target"
+        target = make_target(pair, folder)
+        answers = generate(target, None, prompts, max_new_tokens=max_tokens, batch_size=8).tokens
+        yield Case(pair.name, target, folder, make_draft(pair, target, answers), pair.layouts, prompts)
 
 
 def run_case(run: Path, limit: int) -> Case:
@@ -242,37 +172,41 @@ def run_case(run: Path, limit: int) -> Case:
     return Case(run.name, opened.target, folder, opened.draft, ("native", "speculators"), prompts)
 
 
-def ask_vllm(interpreter: str, work: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Run the worker; its answer."""
-    path = work / "job.json"
-    path.write_text(json.dumps(job), encoding="utf-8")
+def ask_vllm(interpreter: str, work: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run the worker on all jobs in one process; its answers."""
+    path = work / "jobs.json"
+    path.write_text(json.dumps(jobs), encoding="utf-8")
     done = subprocess.run([interpreter, str(WORKER), str(path)], capture_output=True, text=True, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
-    if line is None:
-        raise SystemExit(f"vLLM failed on {job['draft']}:\n{done.stderr[-3000:]}")
-    return json.loads(line.removeprefix("RESULT "))
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if len(lines) < len(jobs):
+        raise SystemExit(f"vLLM failed on {jobs[len(lines)]}:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in lines]
 
 
-def check(case: Case, interpreter: str, work: Path, max_tokens: int) -> Iterator[dict[str, Any]]:
-    """Serve a pair in each of its layouts."""
-    tokens, trace = own_rounds(case.target, case.draft, case.prompts, max_tokens)
-    own = Acceptance.of_trace(trace)
+def jobs_of(case: Case, work: Path, max_tokens: int) -> list[dict[str, Any]]:
+    """Export a pair in each of its layouts; jobs for plain serving and for each layout."""
     longest = max(map(len, case.prompts)) + max_tokens + 16
     job = {
         "target": str(case.target_folder),
         "draft": None,
         "prompts": case.prompts,
         "max_tokens": max_tokens,
-        "max_model_len": min(CONTEXT, -(-longest // 64) * 64),
+        "max_model_len": -(-longest // 64) * 64,
     }
-    plain = ask_vllm(interpreter, work, job)
+    jobs = [job]
     for layout in case.layouts:
-        folder = work / case.name.replace(" ", "_").replace(",", "") / layout
-        weights = TargetWeights.of(case.target)
-        export_draft(case.draft, weights, folder, layout, torch.float32)
-        begun = time.monotonic()
-        served = ask_vllm(interpreter, work, {**job, "draft": str(folder)})
-        counters = served["counters"]
+        folder = work / slug(case.name) / layout
+        export_draft(case.draft, TargetWeights.of(case.target), folder, layout, torch.float32)
+        jobs.append({**job, "draft": str(folder)})
+    return jobs
+
+
+def check(case: Case, answers: list[dict[str, Any]], max_tokens: int) -> Iterator[dict[str, Any]]:
+    """Compare what vLLM answered with this project's decoder: a row for each layout."""
+    tokens, trace = own_rounds(case.target, case.draft, case.prompts, max_tokens)
+    plain, *served = answers
+    for layout, answer in zip(case.layouts, served, strict=True):
+        counters = answer["counters"]
         theirs = Acceptance.of_counts(
             counters["num_drafts"], counters["num_accepted_tokens"], counters["num_accepted_tokens_per_pos"]
         )
@@ -280,13 +214,17 @@ def check(case: Case, interpreter: str, work: Path, max_tokens: int) -> Iterator
             "pair": case.name,
             "layout": layout,
             "prompts": len(case.prompts),
-            "identical_to_plain": sum(a == b for a, b in zip(served["tokens"], plain["tokens"], strict=True)),
-            "identical_to_own": sum(a == b for a, b in zip(served["tokens"], tokens, strict=True)),
+            "identical_to_plain": sum(a == b for a, b in zip(answer["tokens"], plain["tokens"], strict=True)),
+            "identical_to_own": sum(a == b for a, b in zip(answer["tokens"], tokens, strict=True)),
             "vllm": theirs,
-            "own": own,
-            "versions": served["versions"],
-            "seconds": time.monotonic() - begun,
+            "own": Acceptance.of_trace(trace),
+            "versions": answer["versions"],
         }
+
+
+def slug(name: str) -> str:
+    """A name as a folder."""
+    return name.replace(" ", "_").replace(",", "")
 
 
 def render(rows: list[dict[str, Any]], max_tokens: int) -> str:
@@ -329,8 +267,6 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="run folder whose pair is served too")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of tiny pairs; none: all")
     parser.add_argument("--no-tiny", action="store_true", help="the run's pair alone")
-    parser.add_argument("--target-steps", type=int, default=400, help="training steps of a tiny target")
-    parser.add_argument("--draft-steps", type=int, default=100, help="training steps of a tiny draft")
     parser.add_argument("--max-tokens", type=int, default=48, help="new tokens a prompt")
     parser.add_argument("--limit", type=int, default=8, help="prompts of the run")
     parser.add_argument("--work", type=Path, default=Path("build/served_acceptance"), help="scratch folder")
@@ -340,19 +276,14 @@ def main() -> None:
         parser.error("name an interpreter with vLLM by --vllm or VLLM_PYTHON")
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    cases = (
-        iter(())
-        if options.no_tiny
-        else tiny_cases(work, options.only, options.target_steps, options.draft_steps)
-    )
-    rows = []
+    cases = iter(()) if options.no_tiny else tiny_cases(work, options.only, options.max_tokens)
     own_run = (run_case(options.run, options.limit) for _ in range(options.run is not None))
-    for case in itertools.chain(cases, own_run):
-        for row in check(case, options.vllm, work, options.max_tokens):
-            rows.append(row)
-            print(
-                f"{row['pair']}, {row['layout']}: {row['seconds']:.0f} s", row["vllm"], row["own"], flush=True
-            )
+    pairs = list(itertools.chain(cases, own_run))
+    jobs = [jobs_of(case, work, options.max_tokens) for case in pairs]
+    answers = iter(ask_vllm(options.vllm, work, list(itertools.chain(*jobs))))
+    rows: list[dict[str, Any]] = []
+    for case, asked in zip(pairs, jobs, strict=True):
+        rows += check(case, list(itertools.islice(answers, len(asked))), options.max_tokens)
     text = render(rows, options.max_tokens)
     print(text)
     if options.output:

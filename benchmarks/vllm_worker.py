@@ -1,14 +1,15 @@
 """Serves prompts in vLLM and prints tokens and speculative counters; run by the interpreter of a vLLM
 environment.
 
-usage: VENV/bin/python vllm_worker.py JOB.json
+usage: VENV/bin/python vllm_worker.py JOBS.json
 
-JOB.json: {"target": DIR, "draft": DIR or null, "prompts": [[ids], ...], "max_tokens": N, "max_model_len": N}
-Prints one line, RESULT and a JSON object: tokens, metrics, versions.
+JOBS.json: a list of {"target": DIR, "draft": DIR or null, "prompts": [[ids], ...], "max_tokens": N,
+"max_model_len": N}. Prints a line for each, RESULT and a JSON object: tokens, counters, versions.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ ENVIRONMENT = {
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Load the pair, answer the prompts greedily in float32, and read the counters."""
     from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     speculative = {"method": "dspark", "model": job["draft"]} if job["draft"] else None
     engine = LLM(
@@ -54,7 +56,11 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
             counters[metric.name.split("spec_decode_")[1]] = getattr(
                 metric, "values", getattr(metric, "value", None)
             )
-    return {"tokens": [list(answer.outputs[0].token_ids) for answer in answers], "counters": counters}
+    tokens = [list(answer.outputs[0].token_ids) for answer in answers]
+    del engine
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return {"tokens": tokens, "counters": counters}
 
 
 def versions() -> dict[str, str]:
@@ -64,9 +70,9 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    os.environ.update(ENVIRONMENT)
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    print("RESULT " + json.dumps({**serve(job), "versions": versions()}))
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        print("RESULT " + json.dumps({**serve(job), "versions": versions()}), flush=True)
 
 
 if __name__ == "__main__":

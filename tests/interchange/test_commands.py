@@ -95,6 +95,8 @@ def test_export_writes_everything_that_an_engine_needs(run: Path, capsys: pytest
     assert "read back: 16 draft tokens equal" in printed
     assert "vllm serve" in printed
     assert "--speculative-num-draft-tokens 5" in printed
+    assert f"--speculative-dspark-confidence-sts-path {folder}/calibration.json" in printed
+    assert "enable_adaptive_verification" not in printed
     assert DSparkDraft.load(folder).config.block_size == 4
 
 
@@ -148,6 +150,8 @@ def test_one_temperature_is_folded_and_its_cost_is_said(
     assert cost.sentence() in printed
     assert cost.sentence() in (run / "folded" / "README.md").read_text()
     assert not (run / "folded" / "calibration.json").exists()
+    assert '"enable_adaptive_verification": true' in printed
+    assert "sts-path" not in printed
     command_line(["export", str(run)])
     folded, raw = DSparkDraft.load(run / "folded"), DSparkDraft.load(run / "export" / "native")
     torch.testing.assert_close(

@@ -64,27 +64,39 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
 
 
 def serving_commands(
-    layout: str, engines: Mapping[Engine, list[str]], target: str, folder: str, block_size: int
+    engines: Mapping[Engine, list[str]],
+    target: str,
+    folder: str,
+    block_size: int,
+    *,
+    calibrated: bool,
+    folded: bool,
 ) -> list[str]:
-    """Return the command that serves a written draft in each engine that can, with the versions that read it
-    right.
+    """Return the command that serves a written draft in each engine that can, with the versions it is for.
 
     Args:
-        layout: native, sglang, speculators or dflash.
         engines: problems of each engine that the layout is for.
         target: name or path of the target.
         folder: of the draft.
         block_size: γ.
+        calibrated: ``calibration.json`` lies in the folder.
+        folded: a temperature is folded into the confidence head.
     """
     commands = []
     if "vllm" in engines and not engines["vllm"]:
-        settings = f'{{"method": "dspark", "model": "{folder}", "num_speculative_tokens": {block_size}}}'
-        commands.append(f"# {VERSIONS['vllm']}\nvllm serve {target} --speculative-config '{settings}'")
+        adaptive = ', "enable_adaptive_verification": true' if folded else ""
+        settings = (
+            f'"method": "dspark", "model": "{folder}", "num_speculative_tokens": {block_size}{adaptive}'
+        )
+        versions = "vLLM 0.28 to 0.33" if folded else VERSIONS["vllm"]
+        commands.append(f"# {versions}\nvllm serve {target} --speculative-config '{{{settings}}}'")
     if "sglang" in engines and not engines["sglang"]:
+        calibration = (
+            f" --speculative-dspark-confidence-sts-path {folder}/calibration.json" if calibrated else ""
+        )
         commands.append(
             f"# {VERSIONS['sglang']}\npython -m sglang.launch_server --model-path {target} "
             f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder} "
-            f"--speculative-num-draft-tokens {block_size + 1} "
-            f"--speculative-dspark-confidence-sts-path {folder}/calibration.json"
+            f"--speculative-num-draft-tokens {block_size + 1}{calibration}"
         )
     return commands

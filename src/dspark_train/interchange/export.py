@@ -78,10 +78,24 @@ class ExportResult:
     """Engines that cannot serve it, and why."""
     notes: list[str] = field(default_factory=list)
     """What was rewritten for the engines."""
-    commands: list[str] = field(default_factory=list)
-    """How to serve it."""
     temperature: float | None = None
     """Folded into the confidence head; None where none was."""
+    target: str = ""
+    """Name or path of the target, as a server will be given it."""
+    engines: dict[Engine, list[str]] = field(default_factory=dict)
+    """Problems of each engine that the format is for."""
+
+    @property
+    def commands(self) -> list[str]:
+        """How to serve it, in each engine that can."""
+        return serving_commands(
+            self.engines,
+            self.target,
+            str(self.folder),
+            self.config["block_size"],
+            calibrated=(self.folder / "calibration.json").is_file(),
+            folded=self.temperature is not None,
+        )
 
 
 def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype) -> DraftCheckpoint:
@@ -195,14 +209,16 @@ def export_draft(
             "loaders "
             "ignore it and would accept almost nothing: to serve this draft, export it as native"
         )
-    commands = serving_commands(layout, found, target.name, str(folder), checkpoint.config["block_size"])
-    return ExportResult(folder, layout, config, read_back, warnings, checkpoint.notes, commands, temperature)
+    return ExportResult(
+        folder, layout, config, read_back, warnings, checkpoint.notes, temperature, target.name, found
+    )
 
 
 def replace_folder(source: Path, folder: Path) -> None:
-    """Move the files of ``source`` into ``folder``; weight files of an earlier export are removed."""
+    """Move the files of ``source`` into ``folder``; weights and temperatures of an earlier export are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in [*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"]:
+    singles = [folder / "model.safetensors.index.json", folder / "calibration.json"]
+    for stale in [*folder.glob("model*.safetensors"), *singles]:
         stale.unlink(missing_ok=True)
     for path in source.iterdir():
         path.replace(folder / path.name)

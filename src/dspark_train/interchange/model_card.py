@@ -215,12 +215,14 @@ def _recipe(run: RunFolder) -> str:
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted names and values; of a path only the last part, because folders are this machine's own affair."""
     found: list[tuple[str, Any]] = []
     for key, value in settings.items():
         if isinstance(value, dict):
             found += _flat(value, f"{prefix}{key}.")
-        elif value is not None and not (isinstance(value, str) and _is_path(value)):
-            found.append((f"{prefix}{key}", value))
+        elif value is not None:
+            shown = Path(value).name if isinstance(value, str) and _is_path(value) else value
+            found.append((f"{prefix}{key}", shown))
     return found
 
 
@@ -261,4 +263,4 @@ def write_tokenizer(target: Any, folder: Path) -> None:
         target.tokenizer.save_pretrained(folder)
     settings = getattr(target.model, "generation_config", None)
     if settings is not None:
-        write_json(folder / "generation_config.json", json.loads(settings.to_json_string(use_diff=False)))
+        write_json(folder / "generation_config.json", json.loads(settings.to_json_string()))
