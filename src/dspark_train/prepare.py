@@ -36,8 +36,8 @@ class Tokenize:
 
 
 def prepare(
-    output: Path,
-    sources: list[Source],
+    output: Path | None = None,
+    sources: list[Source] = [],  # noqa: B006 - read only
     target: str | None = None,
     name: str = "",
     notes: str = "",
@@ -73,6 +73,8 @@ def prepare(
         regeneration: how the target answers.
         tokenization: how conversations become examples.
     """
+    if output is None:
+        raise UserError("output is not set: name the folder of the results, in the recipe or with --output")
     wanted = [stage for stage in STAGES if stage in stages]
     if not wanted:
         raise UserError(f"stages is empty: name some of {', '.join(STAGES)}")

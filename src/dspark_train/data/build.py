@@ -29,6 +29,9 @@ from dspark_train.errors import UserError
 Progress = Callable[[int, int], None]
 """Called with (conversations done since the last call, conversations in all)."""
 
+SHARD_LINES = 2000
+"""Least conversations of a shard; a large file is cut into 64."""
+
 CHUNK = 64
 """Conversations that are tokenized in one call."""
 
@@ -146,14 +149,14 @@ def new_manifest(
 
 
 def _plan_shards(source: Path, folder: Path) -> tuple[str, list[_Shard]]:
-    digest, lines, size = hashlib.sha256(), 0, source.stat().st_size
+    digest, lines = hashlib.sha256(), 0
     with source.open("rb") as file:
         for line in file:
             digest.update(line)
             lines += 1
     if lines == 0:
         raise UserError(f"{source} is empty: there is no conversation to train on")
-    per_shard = max(2000, -(-lines // 64), round(lines * (8 << 20) / max(1, size)))
+    per_shard = max(SHARD_LINES, -(-lines // 64))
     shards: list[_Shard] = []
     offset = 0
     with source.open("rb") as file:

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dspark_train.data import build
+from dspark_train.data.build import BuildOptions, build_set
+from dspark_train.data.conversations import Conversation
+from dspark_train.data.dataset import PreparedSet
+from dspark_train.data.files import file_digest
+from dspark_train.data.options import SplitShares
+from dspark_train.data.tokenize import ConversationEncoder, tokenizer_fingerprint
+from dspark_train.errors import UserError
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SHARD_LINES", 40)
+
+
+def contents(prepared: PreparedSet) -> dict[str, list[tuple[str, list[int], list[bool]]]]:
+    found = {}
+    for split in prepared.manifest.splits:
+        store = prepared.split(split)
+        examples = [store[index] for index in range(len(store))]
+        found[split] = [(e.conversation, e.input_ids.tolist(), e.loss_mask.tolist()) for e in examples]
+    return found
+
+
+def test_set_holds_the_examples_of_its_file_in_order(
+    conversations_file: Path, tmp_path: Path, chatml: Any
+) -> None:
+    prepared = build_set(conversations_file, tmp_path / "set", chatml, BuildOptions(max_length=200))
+    encoder = ConversationEncoder(chatml, max_length=200)
+    expected: dict[str, list[Any]] = {}
+    for line in conversations_file.read_text().splitlines():
+        row = json.loads(line)
+        for example in encoder.encode(Conversation(row["id"], row["messages"], split=row["split"])):
+            expected.setdefault(row["split"], []).append(
+                (row["id"], example.input_ids.tolist(), example.loss_mask.tolist())
+            )
+    assert contents(prepared) == expected
+    store = prepared.split("train")
+    assert store.lengths.tolist() == [len(ids) for _, ids, _ in expected["train"]]
+    assert store.column("supervised").tolist() == [sum(mask) for _, _, mask in expected["train"]]
+    counts = prepared.manifest.splits["train"]
+    assert counts.tokens == int(store.lengths.sum())
+    assert counts.anchors == int(store.column("anchors").sum())
+    assert np.array_equal(store.loss_mask(3), store[3].loss_mask)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_shards_processes_and_interruptions_change_nothing(
+    conversations_file: Path, tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = BuildOptions(max_length=200)
+    whole = build_set(conversations_file, tmp_path / "whole", chatml, options)
+    assert len(whole.manifest.files["train"]) == 8
+    expected = contents(whole)
+
+    done: list[int] = []
+
+    def interrupt(count: int, total: int) -> None:
+        done.append(count)
+        assert total == 300
+        if sum(done) >= 150:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_set(conversations_file, tmp_path / "cut", chatml, options, progress=interrupt)
+    assert len(list((tmp_path / "cut").glob("shard-*.json"))) == 3
+    with pytest.raises(UserError, match="not a finished prepared set"):
+        PreparedSet(tmp_path / "cut")
+    with pytest.raises(UserError, match="unfinished set of another recipe"):
+        build_set(conversations_file, tmp_path / "cut", chatml, BuildOptions(max_length=100))
+    again = build_set(conversations_file, tmp_path / "cut", chatml, options, workers=2)
+    assert contents(again) == expected
+    assert again.manifest == whole.manifest
+    with pytest.raises(UserError, match="already holds another set"):
+        build_set(conversations_file, tmp_path / "cut", chatml, BuildOptions(max_length=100))
+
+
+def test_faults_are_listed_and_too_many_stop_the_run(tmp_path: Path, chatml: Any) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes ok"}]}
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps(good | {"id": str(index)}) for index in range(20)]
+    lines += ["{broken", json.dumps({"id": "q", "messages": [{"role": "user", "content": "b"}]})]
+    lines += [json.dumps({"id": "short", "turns": [{"prompt_ids": [1], "answer_ids": [2]}]})]
+    path.write_text("\n".join(lines) + "\n")
+    options = BuildOptions(max_length=100, shares=SplitShares(0.2, 0.2), max_error_share=0.1)
+    prepared = build_set(path, tmp_path / "set", chatml, options)
+    assert prepared.manifest.errors == {"line is not JSON": 1, "no assistant turn": 1}
+    assert prepared.manifest.dropped == {"no eligible anchor": 1}
+    bad = [json.loads(line) for line in (tmp_path / "set" / "bad.jsonl").read_text().splitlines()]
+    assert [(row["where"], row["id"]) for row in bad] == [
+        ("x.jsonl:21", None),
+        ("x.jsonl:22", "q"),
+        ("x.jsonl:23", "short"),
+    ]
+    with pytest.raises(
+        UserError, match=r"2 of 23 conversations .* are faulty, more than max_error_share 0\.05"
+    ):
+        build_set(path, tmp_path / "strict", chatml, BuildOptions(max_length=100))
+
+
+def test_fingerprint_names_everything(
+    conversations_file: Path, tmp_path: Path, chatml: Any, build_tokenizer: Callable[..., Any]
+) -> None:
+    other = build_tokenizer(chatml.chat_template + " ")
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(chatml)
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text(conversations_file.read_text().replace("answer 7 ", "answer seven "))
+    base = BuildOptions(max_length=100)
+    variants = [
+        (conversations_file, chatml, base, None),
+        (conversations_file, other, base, None),
+        (changed, chatml, base, None),
+        (conversations_file, chatml, BuildOptions(max_length=101), None),
+        (conversations_file, chatml, BuildOptions(100, {"enable_thinking": False}), None),
+        (conversations_file, chatml, BuildOptions(100, shares=SplitShares(seed=1)), None),
+        (conversations_file, chatml, base, {"name": "x"}),
+    ]
+    found = {
+        build.new_manifest(path, file_digest(path), tokenizer, options, recipe).fingerprint
+        for path, tokenizer, options, recipe in variants
+    }
+    assert len(found) == len(variants)
+
+
+def test_damaged_sets_are_refused(conversations_file: Path, tmp_path: Path, chatml: Any) -> None:
+    prepared = build_set(conversations_file, tmp_path / "set", chatml, BuildOptions(max_length=100))
+    file = tmp_path / "set" / prepared.manifest.files["train"][0]
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"is damaged|holds \d+ examples"):
+        PreparedSet(tmp_path / "set").split("train")
+    (tmp_path / "set" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        PreparedSet(tmp_path / "set")

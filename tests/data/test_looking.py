@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dspark_train import prepare as commands
+from dspark_train.data.build import BuildOptions, build_set
+from dspark_train.data.looking import SUPERVISED, coloured, examples_of, print_example, print_stats
+from dspark_train.data.sources import Source
+from dspark_train.errors import UserError
+
+
+def test_supervised_tokens_are_coloured_and_the_text_is_whole(tmp_path: Path, chatml: Any) -> None:
+    messages = [{"role": "user", "content": "hi 😀"}, {"role": "assistant", "content": "yes 你好 ok"}]
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"id": "c", "messages": messages}) + "\n")
+    [(index, example)] = examples_of(path, chatml, "train", 0, 3, 100)
+    text = coloured(chatml, example)
+    green = "".join(text.plain[span.start : span.end] for span in text.spans if span.style in SUPERVISED)
+    assert green == "yes 你好 ok<|im_end|>"
+    assert text.plain.replace("⏎", "") == chatml.apply_chat_template(messages, tokenize=False)[:-1]
+    console = Console(file=io.StringIO(), width=200)
+    print_example(console, chatml, index, example)
+    shown = console.file.getvalue()
+    assert f"{int(example.loss_mask.sum())} supervised, {example.eligible_anchors} eligible anchors" in shown
+
+
+def test_stats_count_what_the_set_holds(conversations_file: Path, tmp_path: Path, chatml: Any) -> None:
+    prepared = build_set(conversations_file, tmp_path / "set", chatml, BuildOptions(max_length=60))
+    console = Console(file=io.StringIO(), width=200)
+    print_stats(console, tmp_path / "set", 7, 4, tmp_path / "plot.png")
+    shown = console.file.getvalue()
+    anchors = prepared.split("train").column("anchors")
+    assert f"trains on {sum(min(4, count) for count in anchors.tolist()):,} blocks" in shown
+    assert "truncated to max_length" in shown
+    for domain in ("math", "code", "chat"):
+        assert domain in shown
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prepare_runs_its_stages_and_says_what_is_missing(
+    tmp_path: Path, chatml: Any, conversations_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chatml.save_pretrained(tmp_path / "target")
+    source, target = Source(str(conversations_file)), str(tmp_path / "target")
+    with pytest.raises(UserError, match="output is not set"):
+        commands.prepare(sources=[source])
+    with pytest.raises(UserError, match="run the stage 'collect' first"):
+        commands.prepare(tmp_path / "a", [source], target, stages=["tokenize"])
+    with pytest.raises(UserError, match="target is not set"):
+        commands.prepare(tmp_path / "a", [source])
+    with pytest.raises(UserError, match="names no sources"):
+        commands.prepare(tmp_path / "a", [], target)
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        commands.prepare(tmp_path / "a", [source], str(tmp_path / "nowhere"))
+    for _ in range(2):  # the second run finds everything done
+        commands.prepare(tmp_path / "a", [source], target)
+        assert "240" in capsys.readouterr().out  # training examples
+    commands.show(tmp_path / "a" / "tokenized", target, count=1)
+    assert "eligible anchors" in capsys.readouterr().out
