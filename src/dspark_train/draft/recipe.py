@@ -27,6 +27,7 @@ class DraftRecipe:
         mask_token_id: token fed to the slots after the anchor. Left out: one that the target's text never holds.
         intermediate_size: width of the feed-forward networks. Left out: the target's.
         init: ``random``, or ``target_layers``: start the backbone's layers from copies of the target's own.
+        head_start: start of a vanilla head: ``random``, or ``bigrams``: the token pairs of the training answers.
         norm_init: initial weight of the final norm; a small one makes the first logits near uniform.
     """
 
@@ -41,6 +42,7 @@ class DraftRecipe:
     mask_token_id: int | None = None
     intermediate_size: int | None = None
     init: Literal["random", "target_layers"] = "random"
+    head_start: Literal["random", "bigrams"] = "random"
     norm_init: float = 1.0
 
 
@@ -125,6 +127,8 @@ def build_config(
         config.markov_head_type = recipe.head
     if recipe.vocab_size is not None and recipe.vocab_coverage is not None:
         raise UserError("draft.vocab_size and draft.vocab_coverage exclude each other: give one")
+    if recipe.head_start == "bigrams" and recipe.head != "vanilla":
+        raise UserError(f"draft.head_start bigrams is a start of the vanilla head, not of {recipe.head}")
     if recipe.vocab_coverage is not None and not 0 < recipe.vocab_coverage <= 1:
         raise UserError(f"draft.vocab_coverage {recipe.vocab_coverage} must lie in (0, 1]")
     config.check()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.initialise import initialise
+from dspark_train.draft.markov_start import start_from_bigrams
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config, choose_mask_token
 from dspark_train.errors import UserError
@@ -113,6 +114,8 @@ class DSparkModule(LightningModule):
             config.check()
         self.draft = DSparkDraft(config, target=self.target, draft_token_ids=token_ids)
         initialise(self.draft, self.recipe, self.target)
+        if self.recipe.head_start == "bigrams":
+            start_from_bigrams(self.draft.markov_head, *self._training_pairs(token_ids))
         if self.init_from:
             self.outside["warm_start"](self.draft, Path(self.init_from))
 
@@ -126,6 +129,12 @@ class DSparkModule(LightningModule):
             )
         counts = answer_token_counts(data.store(data.train_split), self.target.vocab_size)
         return choose_vocabulary(counts, self.recipe.vocab_size, self.recipe.vocab_coverage)
+
+    def _training_pairs(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        data = getattr(self._trainer, "datamodule", None)
+        if data is None:
+            raise UserError("draft.head_start bigrams needs the training data: run under a trainer")
+        return answer_pairs(data.store(data.train_split), token_ids)
 
     def configure_optimizers(self) -> Any:
         """AdamW or Muon, with a schedule per step."""
@@ -267,6 +276,30 @@ def answer_token_counts(store: Any, vocab_size: int) -> Tensor:
         ids = torch.from_numpy(example.input_ids[example.loss_mask].astype("int64"))
         counts += torch.bincount(ids, minlength=vocab_size)
     return counts
+
+
+def answer_pairs(store: Any, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Consecutive supervised tokens of the training answers, the second one inside the draft's vocabulary.
+
+    Args:
+        store: training examples.
+        token_ids: ``[U]`` ascending target ids of the draft's vocabulary; None keeps every token.
+
+    Returns:
+        First tokens as target ids and second ones as draft ids, ``[pairs]`` int64 each.
+    """
+    first, second = [], []
+    for index in range(len(store)):
+        example = store[index]
+        ids, both = example.input_ids.astype("int64"), example.loss_mask[1:] & example.loss_mask[:-1]
+        first.append(torch.from_numpy(ids[:-1][both]))
+        second.append(torch.from_numpy(ids[1:][both]))
+    previous, following = torch.cat(first), torch.cat(second)
+    if token_ids is None:
+        return previous, following
+    place = torch.searchsorted(token_ids, following).clamp(max=token_ids.numel() - 1)
+    known = token_ids[place] == following
+    return previous[known], place[known]
 
 
 def choose_vocabulary(counts: Tensor, size: int | None, coverage: float | None) -> Tensor:

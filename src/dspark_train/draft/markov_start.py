@@ -1,0 +1,58 @@
+"""A start of the vanilla head from counted token pairs: a bigram model from the first step on.
+
+The head's logit bias ``W2 W1[previous]`` is a bigram model of rank r. Its best start is known in closed form from
+the training answers, so nothing of the run's time goes into learning it by gradient. Letters as in
+:mod:`dspark_train.structures`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dspark_train.draft.heads import SequentialHead
+
+SMOOTHING = 2.0
+"""Pseudo-observations of the unigram distribution behind every previous token."""
+
+
+@torch.no_grad()
+def start_from_bigrams(head: SequentialHead, previous: Tensor, following: Tensor) -> float:
+    """Set ``W1`` and ``W2`` so that the head's bias is the smoothed log-probability of the next token.
+
+    One rank holds the unigram log-probabilities; the others a weighted singular value decomposition of the log
+    ratios of bigram to unigram probabilities, rows weighted by the square root of their counts.
+
+    Args:
+        head: a vanilla head, changed in place; previous tokens that were never seen fall back to the unigrams.
+        previous: ``[pairs]`` int64 target ids.
+        following: ``[pairs]`` int64 draft ids (indices into the draft's vocabulary).
+
+    Returns:
+        Cross entropy of the pairs under the start, in nats.
+    """
+    rank, vocabulary = head.rank, head.markov_w2.weight.shape[0]
+    seen, row = previous.unique(return_inverse=True)
+    unigram = torch.bincount(following, minlength=vocabulary).float() + 0.5
+    unigram /= unigram.sum()
+    counts = torch.zeros(seen.numel(), vocabulary)
+    counts.index_put_((row, following), torch.ones(row.numel()), accumulate=True)
+    total = counts.sum(1, keepdim=True)
+    ratio = ((counts + SMOOTHING * unigram) / (total + SMOOTHING)).log_() - unigram.log()
+    kept = min(rank - 1, *ratio.shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        left, values, right = torch.svd_lowrank(ratio * total.sqrt(), q=kept, niter=2) if kept else (None,) * 3
+    w1 = torch.zeros(head.markov_w1.num_embeddings, rank)
+    w2 = torch.zeros(vocabulary, rank)
+    w1[:, -1], w2[:, -1] = 1.0, unigram.log()
+    if kept:
+        w1[seen, :kept] = left * values / total.sqrt()
+        w2[:, :kept] = right
+    # both factors of a rank get the same size, so that an optimiser treats them alike
+    size = (w1.square().mean(0) / w2.square().mean(0).clamp(min=1e-12)).clamp(min=1e-12).pow(0.25)
+    w1, w2 = w1 / size, w2 * size
+    head.markov_w1.weight.copy_(w1)
+    head.markov_w2.weight.copy_(w2)
+    pairs = (w1[seen] @ w2.T).log_softmax(-1)
+    return -float((pairs * counts).sum() / counts.sum())
