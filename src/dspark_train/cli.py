@@ -25,15 +25,9 @@ class Command:
 
 
 COMMANDS = {
-    "prepare": Command(
-        "dspark_train.prepare:prepare", "prompts or chats to a training set with exact masks", "Data"
-    ),
-    "prepare show": Command(
-        "dspark_train.prepare:show", "print conversations with their supervised tokens coloured", "Data"
-    ),
-    "prepare stats": Command(
-        "dspark_train.prepare:stats", "lengths, mask share, anchors and domains of a training set", "Data"
-    ),
+    "prepare": Command("dspark_train.prepare:prepare", "prompts or chats to a training set with exact masks", "Data"),
+    "prepare show": Command("dspark_train.prepare:show", "conversations with supervised tokens coloured", "Data"),
+    "prepare stats": Command("dspark_train.prepare:stats", "lengths, masks, anchors, drops, cost of an epoch", "Data"),
     "plan": Command(
         "dspark_train.training.plan:plan", "what a recipe will need, from configs alone", "Training"
     ),
@@ -118,6 +112,8 @@ def run(arguments: Sequence[str]) -> None:
     name, rest = arguments[0], list(arguments[1:])
     if rest and f"{name} {rest[0]}" in COMMANDS:
         name, rest = f"{name} {rest[0]}", rest[1:]
+    if rest and f"{name} {rest[0]}" in COMMANDS:
+        name = f"{name} {rest.pop(0)}"
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}; --help lists the commands")
     quiet_libraries()
