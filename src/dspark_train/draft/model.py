@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dspark_train.draft.attention import AttentionLayout, block_attention
 from dspark_train.draft.config import DSparkConfig
+from dspark_train.draft.flex import FlexLayout, flex_block_attention
 from dspark_train.draft.heads import ConfidenceHead, SequentialHead
 from dspark_train.draft.layers import DraftLayer, RMSNorm, Rotation
 from dspark_train.errors import UserError
@@ -152,7 +153,9 @@ class DSparkDraft(PreTrainedModel):
             blocks: N packed blocks.
         """
         batch, length = features.shape[:2]
-        layout = AttentionLayout.of(blocks, batch, length)
+        layout: AttentionLayout | FlexLayout = (FlexLayout if features.is_cuda else AttentionLayout).of(
+            blocks, batch, length
+        )
         context = self.context(features)
         context_rotation = self.rotation(torch.arange(length, device=features.device))
         rotation = self.rotation(blocks.positions)
@@ -168,12 +171,14 @@ class DSparkDraft(PreTrainedModel):
     def _attend(
         context_key: Tensor,
         context_value: Tensor,
-        layout: AttentionLayout,
+        layout: AttentionLayout | FlexLayout,
         scale: float,
         query: Tensor,
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
+        if isinstance(layout, FlexLayout):
+            return flex_block_attention(query, context_key, context_value, key, value, layout, scale)
         return block_attention(query, context_key, context_value, key, value, layout, scale)
 
     def bias(self, latent: Tensor) -> Tensor:

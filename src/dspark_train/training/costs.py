@@ -106,7 +106,7 @@ def memory_of(
         load: of one micro-batch.
         stage: 0 for none (fp32 weights, autocast), else ZeRO's (bf16 weights and sharded fp32 masters).
         ranks: number of GPUs.
-        budget: bytes for one chunk of logits.
+        budget: most bytes for one chunk of logits.
         mixed: bf16 compute.
         offload: the optimiser's state and masters are in the host's memory.
     """
@@ -124,6 +124,7 @@ def memory_of(
     per_slot = 12 * shape.d + 4 * width + 4 * kv + 4 * shape.intermediate
     attention = 3 * slots * shape.target_heads * (keys + shape.block) if shape.cpu else 0
     w2 = shape.draft_vocabulary * shape.rank
+    chunk = min(budget, 2 * min(load.rows, 1024) * shape.draft_vocabulary * item)
     return {
         "target": shape.frozen * item,
         "weights": weights,
@@ -137,7 +138,7 @@ def memory_of(
             + tokens * 3 * shape.d * item
             + slots * 6 * shape.d * 4
         ),
-        "objective": int(budget + w2 * (item + 4) + load.rows * (shape.d + shape.rank) * 3 * item),
+        "objective": int(chunk + w2 * (item + 4) + load.rows * (shape.d + shape.rank) * 3 * item),
     }
 
 
