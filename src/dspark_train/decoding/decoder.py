@@ -30,6 +30,11 @@ from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
 
+PREFILL_ROWS = 4096
+"""Rows, padding included, of one pass over the prompts of joining requests; a longer prompt runs alone."""
+HEAD_ROWS = 2
+"""Rows of the LM head at a time in greedy decoding on a CPU: two cost as much memory traffic as one."""
+
 
 @dataclass(frozen=True)
 class GenerationResult:
@@ -245,11 +250,11 @@ class Decoder:
             waiting = deque(requests)
             while waiting or run.active:
                 while waiting and len(run.active) < slots:
-                    run.join(waiting.popleft())
-                    run.leave(waiting)
+                    run.join(_take(waiting, slots - len(run.active)))
+                    run.leave()
                 if run.active:
                     run.round()
-                    run.leave(waiting)
+                    run.leave()
         timings = run.timings
         timings.parts = run.watch.read()
         timings.total = time.perf_counter() - started
@@ -280,25 +285,29 @@ class ActiveRun:
         self.watch = Stopwatch(self.device)
         self.timings = Timings()
 
-    def join(self, request: _Request, known: int = 0) -> None:
-        """Give a request the next free slot: run its prompt and draw its first token.
+    def join(self, requests: Sequence[_Request], known: int = 0) -> None:
+        """Give requests the next free slots: run their prompts in one pass and draw their first tokens.
 
         Args:
-            request: not yet begun.
-            known: tokens of its prompt whose keys and values the slot already holds.
+            requests: not yet begun.
+            known: tokens of each prompt whose keys and values the slot already holds.
         """
         with self.watch.part("prefill"):
-            rows = len(request.prompt) - known
-            layout = RowLayout([rows], [known], self.device, first_slot=len(self.active))
-            hidden, features = self.target(torch.tensor(request.prompt[known:], device=self.device), layout)
+            rows = [request.prompt[known:] for request in requests]
+            counts = [len(tokens) for tokens in rows]
+            layout = RowLayout(counts, [known] * len(rows), self.device, first_slot=len(self.active))
+            ids = torch.tensor([token for tokens in rows for token in tokens], device=self.device)
+            hidden, features = self.target(ids, layout)
             if self.draft is not None and features is not None:
                 self.draft.append(features, layout)
-            logits = self.decoder.target.lm_head(hidden[-1:])
+            last = torch.tensor(counts, device=self.device).cumsum(0) - 1
+            logits = self.decoder.target.lm_head(hidden[last])
             first = self._best(logits) if self.rule.greedy else self._draw(self.rule.probabilities(logits))
-            request.commit(first.tolist())
-        self.active.append(request)
+            for request, token in zip(requests, first.tolist(), strict=True):
+                request.commit([token])
+        self.active += requests
 
-    def leave(self, waiting: deque[_Request]) -> None:
+    def leave(self) -> None:
         """Free the slots of finished requests, keeping the slots in use together at the front."""
         for slot in reversed(range(len(self.active))):
             if not self.active[slot].finished_by:
@@ -364,6 +373,8 @@ class ActiveRun:
         self, hidden: Tensor, layout: RowLayout, proposed: Tensor, proposal: Proposal | None
     ) -> tuple[Tensor, Tensor]:
         """Accepted draft tokens ``[R]`` and the target's token after them ``[R]``."""
+        if self.rule.greedy and layout.single and self.device.type == "cpu":
+            return self._verify_row_by_row(hidden, proposed)
         with self.watch.part("target_head"):
             logits = self.decoder.target.lm_head(hidden)
         with self.watch.part("sampling"):
@@ -384,6 +395,20 @@ class ActiveRun:
                 lengths,
                 self.generator,
             )
+
+    def _verify_row_by_row(self, hidden: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
+        """Greedy verification of one request where looking at a result costs nothing.
+
+        The LM head, whose cost grows with its rows, runs on a few at a time and never beyond a rejection.
+        """
+        drafted = [*proposed[0, : hidden.shape[0] - 1].tolist(), -1]
+        for start in range(0, len(drafted), HEAD_ROWS):
+            with self.watch.part("target_head"):
+                best = self._best(self.decoder.target.lm_head(hidden[start : start + HEAD_ROWS])).tolist()
+            for row, token in enumerate(best, start):
+                if token != drafted[row]:
+                    return torch.tensor([row]), torch.tensor([token])
+        raise AssertionError("the row after the last draft token matches none")
 
     def _commit(
         self,
@@ -413,6 +438,18 @@ class ActiveRun:
 
     def _draw(self, probabilities: Tensor) -> Tensor:
         return draw(probabilities, self.generator)
+
+
+def _take(waiting: deque[_Request], free: int) -> list[_Request]:
+    """Next requests whose prompts run in one pass: as many as fit, padded to the longest, into a bounded one."""
+    taken = [waiting.popleft()]
+    longest = len(taken[0].prompt)
+    while waiting and len(taken) < free:
+        longest = max(longest, len(waiting[0].prompt))
+        if longest * (len(taken) + 1) > PREFILL_ROWS:
+            break
+        taken.append(waiting.popleft())
+    return taken
 
 
 def stop_sets(

@@ -102,7 +102,7 @@ def _fill(run: ActiveRun, requests: int, context: int, growth: int) -> None:
     vocabulary = run.decoder.target.vocab_size
     prompts = [[(7 * i + r) % vocabulary for i in range(context)] for r in range(requests)]
     for request in run.decoder.requests(prompts, growth, [[] for _ in prompts]):
-        run.join(request, known=context - 1)
+        run.join([request], known=context - 1)
 
 
 def measure_costs(
