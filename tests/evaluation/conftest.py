@@ -91,7 +91,8 @@ def write_metrics(path: Path, steps: int = 600) -> None:
         "lr",
         "grad_norm",
     ]
-    names += ["tokens_per_second", *(f"val/accept_{k + 1}" for k in range(GAMMA))]
+    names += ["memory_gib", "time/data", "time/target", "time/draft", "decode/ece", "tokens_per_second"]
+    names += [*(f"val/accept_{k + 1}" for k in range(GAMMA))]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
@@ -100,6 +101,7 @@ def write_metrics(path: Path, steps: int = 600) -> None:
             row = {"step": step, "epoch": step // 100}
             row["train/loss"] = 1.35 + 2.1 * fade + rng.gauss(0, 0.05)
             row["train/tau"] = 2.25 - 1.2 * fade + rng.gauss(0, 0.05)
+            row |= {"memory_gib": 3.5, "time/data": 0.01, "time/target": 0.4, "time/draft": 0.59}
             row["lr"] = 3e-3 * min(1, step / 24) * 0.5 * (1 + math.cos(math.pi * step / steps))
             row["grad_norm"] = 0.8 + 2 * fade + abs(rng.gauss(0, 0.1))
             row["tokens_per_second"] = 840 + rng.gauss(0, 25)
@@ -112,7 +114,11 @@ def write_metrics(path: Path, steps: int = 600) -> None:
                     "val/tv": 0.9 + 0.7 * fade,
                 }
                 row |= {"val/confidence": 0.48 + 0.2 * fade, "val/tau": 2.15 - 1.15 * fade}
-                row |= {"decode/tau": 2.2 - 1.15 * fade, "decode/speedup": 1.62 - 0.7 * fade}
+                row |= {
+                    "decode/tau": 2.2 - 1.15 * fade,
+                    "decode/speedup": 1.62 - 0.7 * fade,
+                    "decode/ece": 0.08,
+                }
                 row |= {f"val/accept_{k + 1}": (0.62 - 0.02 * k) * (1 - fade) for k in range(GAMMA)}
                 writer.writerow(row)
 
@@ -144,7 +150,6 @@ def write_run(path: Path) -> Path:
             "versions": {"dspark-train": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0"},
             "machine": "a processor, 2 threads",
             "commit": "0123456",
-            "peak_memory_bytes": 4.13e9,
             "finished": True,
         },
     )

@@ -56,7 +56,7 @@ def options(folders: dict[str, Path], **changes: object) -> EvaluateOptions:
         run=folders["run"],
         suites=["gsm8k", "mt-bench"],
         suites_dir=folders["suites"],
-        prompts=3,
+        prompts=2,
         drafts=[f"parallel={folders['parallel']}"],
         max_new_tokens=14,
         bootstrap=Bootstrap(resamples=100),
@@ -82,7 +82,7 @@ def test_an_evaluation_that_was_stopped_goes_on_to_the_same_records(folders: dic
     with pytest.raises(KeyboardInterrupt):
         evaluate_run(options(folders, name="parts"), stop)
     table = evaluate_run(options(folders, name="parts"), lambda done, total, record: seen.append(done))
-    assert seen == list(range(11, 61))  # 2 suites × 3 prompts × 2 temperatures × 5 methods
+    assert seen == list(range(11, 41))  # 2 suites × 2 prompts × 2 temperatures × 5 methods
     folder = folders["run"] / "evaluation"
     assert without_seconds(folder / "parts.records.jsonl") == without_seconds(folder / "whole.records.jsonl")
     for one, other in zip(table["results"], whole["results"], strict=True):
@@ -97,9 +97,9 @@ def test_the_table_says_what_decoding_gives(folders: dict[str, Path]) -> None:
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 1.0)
     for suite in ("gsm8k", "mt-bench"):
         entry = greedy["suites"][suite]
-        assert entry["prompts"] == 3
+        assert entry["prompts"] == 2
         for cell in entry["methods"].values():
-            assert cell["identical"] == 3  # greedy, fp32: every method gives the target's own tokens
+            assert cell["identical"] == 2  # greedy, fp32: every method gives the target's own tokens
             assert cell["speedup"]["value"] > 0
         assert entry["methods"]["draft:tiny"]["ece"] is not None
         assert entry["methods"]["draft:parallel"]["ece"] is not None

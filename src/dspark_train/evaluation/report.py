@@ -62,7 +62,8 @@ def summary(modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) 
         if greedy.identical is not None and greedy.prompts:
             same = greedy.identical == greedy.prompts
             count = f"all {greedy.prompts}" if same else f"{greedy.identical} of {greedy.prompts}"
-            parts.append(f"Its output is token for token the target's own on {count} prompts.")
+            rest = "; the rest differs within rounding" if not same and greedy.divergences == 0 else ""
+            parts.append(f"Its output is token for token the target's own on {count} prompts{rest}.")
     if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
         before, after = text.share(calibrations[0].mean_before), text.share(calibrations[0].mean_after)
         parts.append(f"Its confidences are off by {after} on average after calibration ({before} before).")
@@ -81,18 +82,19 @@ def facts(run: RunFolder, modes: Sequence[ModeView], calibrations: Sequence[Cali
     greedy = next((mode for mode in modes if mode.temperature == 0 and mode.identical is not None), None)
     if greedy is not None and greedy.prompts:
         same = greedy.identical == greedy.prompts
-        note = "greedy output equals plain decoding"
-        found.append(Fact("Identical output", f"{greedy.identical} of {greedy.prompts}", note, good=same))
+        rounding = not same and greedy.divergences == 0
+        note = "the rest differs within rounding" if rounding else "greedy output equals plain decoding"
+        count = f"{greedy.identical} of {greedy.prompts}"
+        found.append(Fact("Identical output", count, note, good=same or rounding))
     if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
         note = f"from {text.share(calibrations[0].mean_before)} before temperature scaling"
         found.append(Fact("Calibration error (ECE)", text.share(calibrations[0].mean_after), note))
     seconds = readers.fit_seconds(run.run)
     if seconds is not None:
         found.append(Fact("Training time", text.duration(seconds), _steps_note(run)))
-    if run.run.get("peak_memory_bytes"):
-        found.append(
-            Fact("Peak memory", text.size(float(run.run["peak_memory_bytes"])), "of the training process")
-        )
+    memory = max((value for _, value in run.curves.get("memory_gib", [])), default=None)
+    if memory is not None:
+        found.append(Fact("Peak memory", text.size(memory * 2**30), "while training"))
     return found
 
 
@@ -110,7 +112,7 @@ def _steps_note(run: RunFolder) -> str:
         (curve[-1][0] for name, curve in run.curves.items() if name.startswith("train/") and curve),
         default=None,
     )
-    return f"{last:,.0f} steps" if last else ""
+    return f"{last + 1:,.0f} steps" if last else ""  # steps are counted from 0 there
 
 
 def _kicker(run: RunFolder) -> str:

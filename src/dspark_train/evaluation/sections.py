@@ -18,7 +18,7 @@ from dspark_train.evaluation.charts import (
 )
 from dspark_train.evaluation.page import Example, Figure, Legend, Section, Table, Token
 from dspark_train.evaluation.run_folder import Curve
-from dspark_train.evaluation.text import factor, fixed, maybe, share_or_dash
+from dspark_train.evaluation.text import factor, fixed, maybe, share, share_or_dash
 from dspark_train.evaluation.views import AcceptanceView, ModeView
 
 MAX_POINTS = 240
@@ -126,12 +126,36 @@ def learning(curves: dict[str, Curve]) -> Section | None:
             "tokens per second",
             "Tokens per second",
         ),
+        _curve_figure(
+            "Calibration error by decoding, raw confidences",
+            [("", get("decode/ece", []), 2, True)],
+            "ECE",
+            "Calibration error against steps",
+            share,
+        ),
+        _time_figure(curves),
     ]
     kept = [figure for figure in figures if figure is not None]
     if not kept:
         return None
     lead = "Dashed lines are measured on held-out conversations. τ counts the target's own token."
     return Section("learning", "Learning curves", lead, "Learning", kept, source="metrics.csv")
+
+
+def _time_figure(curves: dict[str, Curve]) -> Figure | None:
+    """Draw what share of a training step each part takes, averaged over the run."""
+    means = {
+        name.removeprefix("time/"): sum(y for _, y in curve) / len(curve)
+        for name, curve in curves.items()
+        if name.startswith("time/") and curve
+    }
+    if not means:
+        return None
+    title = "Where a training step's time goes"
+    bars = [Bar(name, value, 5) for name, value in means.items()]
+    return Figure(
+        title, bar_chart(title, "One bar a part", bars, text=share), caption="Averaged over the run."
+    )
 
 
 def _position_curves(curves: dict[str, Curve]) -> Figure | None:
