@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import sys
 import time
@@ -21,6 +22,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
+from dspark_train.errors import UserError
 from dspark_train.interchange.importing import warm_start
 from dspark_train.parsing import STRICT, explain
 from dspark_train.target.config import TargetConfig
@@ -28,6 +30,7 @@ from dspark_train.target.frozen import has_fast_bfloat16
 from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint
 from dspark_train.training.csv_logger import RunCSVLogger
 from dspark_train.training.module import DSparkModule
+from dspark_train.training.monitor import StepMonitor
 from dspark_train.training.optimizer import OptimizerConfig
 from dspark_train.training.progress import TrainingProgress
 from dspark_train.training.run import RunConfig, Stage, environment, open_run, update_run
@@ -78,6 +81,7 @@ class DSparkCLI(LightningCLI):
         if config.trainer.precision is None:
             config.trainer.precision = automatic_precision(config.trainer.accelerator)
         if self.subcommand == "fit":
+            check_options(config.run.options)
             text = self.parser_of("fit").dump(config, skip_none=False)
             checkpoints = open_run(config.run, yaml.safe_load(text))
             latest = latest_checkpoint(checkpoints) if checkpoints else None
@@ -93,11 +97,14 @@ class DSparkCLI(LightningCLI):
         """Add what every run has: the CSV of its metrics, and checkpoints that can be resumed."""
         trainer = super().instantiate_trainer(**kwargs)
         others = [
-            callback for callback in trainer.callbacks if not isinstance(callback, ProgressBar | Checkpoint)
+            callback
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if not isinstance(callback, ProgressBar | Checkpoint)
         ]
         every = self.config[self.subcommand].run.save_every
         saving = [TrainingCheckpoint(every_n_steps=every)] if self.subcommand == "fit" else []
-        trainer.callbacks = [TrainingProgress(), *others, *saving]
+        own = [TrainingProgress(), *([StepMonitor()] if self.subcommand == "fit" else [])]
+        trainer.callbacks = [*own, *others, *saving]  # type: ignore[attr-defined]
         folder = Path(trainer.default_root_dir)
         trainer.loggers = [RunCSVLogger(folder), *trainer.loggers]
         return trainer
@@ -124,17 +131,34 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     draft, target = module.draft, module.target
     draft.save(folder / "draft", dtype=target.dtype)
     update_run(folder, wall_seconds={"fit": round(time.monotonic() - STARTED, 1)}, **environment())
-    run_stages(folder, config.run.after)
+    stages = list(config.run.after)
+    if draft.confidence_head is None and "calibrate" in stages:
+        stages.remove("calibrate")
+        print("calibrate is left out: this draft has no confidence head")
+    run_stages(folder, stages, config.run.options)
     update_run(folder, finished=True)
 
 
-def run_stages(folder: Path, stages: list[Stage]) -> None:
+def check_options(options: dict[Stage, dict[str, Any]]) -> None:
+    """Refuse options that a stage does not have, before anything is loaded."""
+    from dspark_train.cli import COMMANDS, nearest, resolve
+
+    for stage, given in options.items():
+        known = [name for name in inspect.signature(resolve(COMMANDS[stage])).parameters if name != "run"]
+        for name in given:
+            if name not in known:
+                raise UserError(
+                    f"run.options.{stage} has no option {name!r}{nearest(name, known)}; `{stage} --help` lists them"
+                )
+
+
+def run_stages(folder: Path, stages: list[Stage], options: dict[Stage, dict[str, Any]]) -> None:
     """Run the stages after training, in order, each timed into ``run.json``."""
     from dspark_train.cli import COMMANDS, resolve
 
     for stage in stages:
         begun = time.monotonic()
-        resolve(COMMANDS[stage])(folder)
+        resolve(COMMANDS[stage])(folder, **options.get(stage, {}))
         update_run(folder, wall_seconds={stage: round(time.monotonic() - begun, 1)})
 
 

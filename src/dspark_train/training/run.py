@@ -32,12 +32,14 @@ class RunConfig:
         overwrite: delete what an earlier run left in ``folder``.
         save_every: optimiser steps between checkpoints; 0 saves at the end only.
         after: stages that run by themselves once training has ended and the draft is exported.
+        options: arguments of those stages, by stage, named as on their own command lines.
     """
 
     folder: str = "checkpoints/run"
     overwrite: bool = False
     save_every: int = 0
     after: list[Stage] = field(default_factory=lambda: ["calibrate", "decode", "report"])
+    options: dict[Stage, dict[str, Any]] = field(default_factory=dict)
 
 
 def open_run(config: RunConfig, resolved: dict[str, Any]) -> Path | None:
