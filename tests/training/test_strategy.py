@@ -22,6 +22,7 @@ from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.training.strategy import ZeroStrategy
 
+pytestmark = pytest.mark.end_to_end
 WORKER = Path(__file__).parent / "worker.py"
 ONE_STEP = {"max_steps": 1, "gradient_clip_val": None}
 EMPTY = {"empty": list(range(0, 40, 2)), "global_batch_size": 8}
@@ -44,6 +45,8 @@ SINGLE = [
     gradient("1x8-empty", 8, EMPTY),
     gradient("8x1-empty", 1, EMPTY),
     {"name": "ten", **TEN, **SAVING, "export": "export-0"},
+    {"name": "killed-alone", "again": True, **TEN, "checkpoint": {"every_n_steps": 2}},
+    {"name": "summary", "strategy": "zero3", "trainer": {"max_steps": 1, "enable_model_summary": True}},
     gradient("zero2-4x2-one-rank", 2, None, "zero2"),
     {"name": "offload-one-rank", "strategy": "zero3-offload", **TEN},
     {
@@ -70,6 +73,9 @@ PAIR = [
     ),
     {"name": "one-to-two", "strategy": "zero2", "resume": "ten/trainer/step=00000005.ckpt", **FOUR},
     {"name": "3-to-1", "strategy": "zero1", "resume": "zero3-ten/trainer/step=00000005.ckpt", **FOUR},
+    {"name": "zero2-again", "strategy": "zero2", "resume": "zero2-ten/trainer/step=00000005.ckpt", **FOUR},
+    {"name": "killed", "again": True, "strategy": "zero2", **FOUR, "checkpoint": {"every_n_steps": 2}},
+    {"name": "features"},
     {"name": "2-to-3", "strategy": "zero3", "resume": "zero2-ten/trainer/step=00000005.ckpt", **FOUR},
 ]
 
@@ -111,8 +117,12 @@ def launch(folder: Path, jobs: list[dict[str, Any]], ranks: int) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    launch(folder, SINGLE, 1)
-    launch(folder, PAIR, 2)
+    for jobs, name, ranks in ((SINGLE, "killed-alone", 1), (PAIR, "killed", 2)):
+        doomed = next(job for job in jobs if job["name"] == name)
+        with pytest.raises(AssertionError):
+            launch(folder, [doomed | {"die_at": 7}], ranks)
+        assert not (folder / f"{name}.pt").exists()
+        launch(folder, jobs, ranks)
     return folder
 
 
@@ -207,6 +217,29 @@ def test_a_run_goes_on_from_two_ranks_to_one(results: Path, tmp_path: Path, stag
     trainer = tiny.tiny_trainer(tmp_path, max_steps=10)
     module = tiny.fit(tiny.tiny_module(), tiny.TinyData(), trainer, ckpt_path=path, weights_only=False)
     assert largest(load(results, "ten"), tiny.weights_of(module)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"), [("killed-alone", "ten"), ("killed", "zero2-ten"), ("zero2-again", "zero2-ten")]
+)
+def test_killed_and_started_again_a_run_ends_with_the_same_bits(results: Path, name: str, whole: str) -> None:
+    """SIGKILL in the middle of the eighth step: alone, and one of two ranks under ZeRO-2."""
+    one, two = load(results, whole), load(results, name)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sharded_target_gives_the_same_features(results: Path, rank: int) -> None:
+    """Each rank has a batch of another shape, and holds half of the layers' weights."""
+    found = json.loads((results / f"features-{rank}.json").read_text())
+    assert found["features"]
+    assert found["last_hidden"]
+    assert found["logits"]
+    assert found["share"] < 0.51
+
+
+def test_the_model_summary_survives_stage_3(results: Path) -> None:
+    assert (results / "summary.pt").exists()
 
 
 def test_bf16_keeps_fp32_masters_and_the_norms_move(results: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -17,9 +18,10 @@ warnings.filterwarnings("ignore")
 
 import tiny  # noqa: E402
 import torch  # noqa: E402
+from lightning.pytorch import Callback  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
-from dspark_train.training.checkpointing import TrainingCheckpoint  # noqa: E402
+from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint  # noqa: E402
 from dspark_train.training.csv_logger import RunCSVLogger  # noqa: E402
 from dspark_train.training.module import DSparkModule  # noqa: E402
 from dspark_train.training.strategy import ZeroStrategy  # noqa: E402
@@ -36,6 +38,38 @@ class GradientModule(DSparkModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.draft.parameters(), lr=self.RATE)
+
+
+class DieAt(Callback):
+    """A kill that nothing can catch, in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def features(folder: Path) -> None:
+    """A sharded target against a whole one, each rank with a batch of its own."""
+    from dspark_train.target.frozen import FrozenTarget
+    from dspark_train.target.sharding import shard_model
+
+    rank = int(os.environ["RANK"])
+    ids = torch.randint(0, 97, (2 + rank, 9 + 3 * rank), generator=torch.Generator().manual_seed(rank))
+    plain, other = tiny.tiny_target(), tiny.tiny_target()
+    whole = sum(parameter.numel() for parameter in other.decoder.layers.parameters())
+    sharded = FrozenTarget(shard_model(other.model, torch.device("cpu")), [0, 1, 3], name="sharded")
+    one, two = plain.states(ids), sharded.states(ids)
+    held = sum(parameter.ds_tensor.numel() for parameter in sharded.decoder.layers.parameters())
+    result = {
+        "features": torch.equal(one.features, two.features),
+        "last_hidden": torch.equal(one.last_hidden, two.last_hidden),
+        "logits": torch.equal(plain.lm_head(one.last_hidden), sharded.lm_head(two.last_hidden)),
+        "share": held / whole,
+    }
+    (folder / f"features-{rank}.json").write_text(json.dumps(result))
 
 
 def strategy_of(name: str) -> Any:
@@ -62,7 +96,11 @@ def run(job: dict[str, Any], folder: Path) -> None:
     module = tiny.tiny_module(**job.get("module", {}))
     if job.get("gradient"):
         module.__class__ = GradientModule
+    if "die_at" in job:
+        options["callbacks"].append(DieAt(job["die_at"]))
     resume = folder / job["resume"] if "resume" in job else None
+    if "again" in job:
+        resume = latest_checkpoint(run_folder / "trainer")
     tiny.fit(module, data, trainer, ckpt_path=resume, weights_only=False if resume else None)
     state = master_state(module.draft)
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -80,4 +118,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs_file = Path(sys.argv[1])
     for entry in json.loads(jobs_file.read_text()):
-        run(entry, jobs_file.parent)
+        if entry["name"] == "features":
+            features(jobs_file.parent)
+        else:
+            run(entry, jobs_file.parent)

@@ -24,7 +24,8 @@ class TargetConfig:
         gguf_file: name of a GGUF file inside ``name_or_path``.
         trust_remote_code: run Python code that comes with the checkpoint. Only for sources that you trust.
         attention: attention implementation of the target, as Hugging Face names them.
-        sharding: ``none`` keeps a whole copy on every rank; ``tensor_parallel`` cuts the target over the ranks.
+        sharding: ``none`` keeps a whole copy on every rank; ``zero3`` shards the layers over the ranks, each of which
+            gathers a layer while it runs: for targets larger than one GPU.
     """
 
     name_or_path: str = "smollm2-135m-instruct"
@@ -35,7 +36,7 @@ class TargetConfig:
     gguf_file: str | None = None
     trust_remote_code: bool = False
     attention: str = "sdpa"
-    sharding: Literal["none", "tensor_parallel"] = "none"
+    sharding: Literal["none", "zero3"] = "none"
 
 
 def spread_layer_ids(num_layers: int, count: int = 5) -> list[int]:

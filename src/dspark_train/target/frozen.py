@@ -93,7 +93,13 @@ class FrozenTarget:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
         except (OSError, ValueError, KeyError, ImportError, AttributeError):
             tokenizer = None  # a target without a tokenizer can still serve pre-tokenised data
-        return cls(model.to(chosen), config.layer_ids, tokenizer, name=config.name_or_path)
+        if config.sharding == "zero3":
+            from dspark_train.target.sharding import shard_model
+
+            model = shard_model(model, chosen)
+        else:
+            model = model.to(chosen)
+        return cls(model, config.layer_ids, tokenizer, name=config.name_or_path)
 
     def _probe(self) -> None:
         """Measure the embedding scale, and check that the LM head on the last hidden state gives the logits."""
