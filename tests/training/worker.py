@@ -97,7 +97,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
     if job.get("gradient"):
         module.__class__ = GradientModule
     if "die_at" in job:
-        options["callbacks"].append(DieAt(job["die_at"]))
+        trainer.callbacks.append(DieAt(job["die_at"]))
     resume = folder / job["resume"] if "resume" in job else None
     if "again" in job:
         resume = latest_checkpoint(run_folder / "trainer")
