@@ -25,9 +25,15 @@ class Command:
 
 
 COMMANDS = {
-    "prepare": Command("dspark_train.prepare:prepare", "prompts or chats to a training set with exact masks", "Data"),
-    "prepare show": Command("dspark_train.prepare:show", "conversations with supervised tokens coloured", "Data"),
-    "prepare stats": Command("dspark_train.prepare:stats", "lengths, masks, anchors, drops, cost of an epoch", "Data"),
+    "prepare": Command(
+        "dspark_train.prepare:prepare", "prompts or chats to a training set with exact masks", "Data"
+    ),
+    "prepare show": Command(
+        "dspark_train.prepare:show", "conversations with supervised tokens coloured", "Data"
+    ),
+    "prepare stats": Command(
+        "dspark_train.prepare:stats", "lengths, masks, anchors, drops, cost of an epoch", "Data"
+    ),
     "plan": Command(
         "dspark_train.training.plan:plan", "what a recipe will need, from configs alone", "Training"
     ),

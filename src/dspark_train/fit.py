@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import logging
+import signal
 import sys
 import time
 import warnings
@@ -16,6 +18,7 @@ import yaml
 from datasets.utils.logging import disable_progress_bar
 from huggingface_hub import utils as hub_progress
 from jsonargparse import Namespace
+from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -35,6 +38,7 @@ from dspark_train.training.optimizer import OptimizerConfig
 from dspark_train.training.progress import TrainingProgress
 from dspark_train.training.run import RunConfig, Stage, environment, open_run, update_run
 from dspark_train.training.terms import ObjectiveConfig
+from dspark_train.training.zero_state import whole_parameters
 
 STARTED = time.monotonic()
 """When this process began, for the run's wall time."""
@@ -83,7 +87,10 @@ class DSparkCLI(LightningCLI):
         if self.subcommand == "fit":
             check_options(config.run.options)
             text = self.parser_of("fit").dump(config, skip_none=False)
-            checkpoints = open_run(config.run, yaml.safe_load(text))
+            if _get_rank() in (None, 0):
+                checkpoints = open_run(config.run, yaml.safe_load(text))
+            else:  # rank zero opens the folder; the others only look for what to resume from
+                checkpoints = None if config.run.overwrite else Path(config.run.folder) / "trainer"
             latest = latest_checkpoint(checkpoints) if checkpoints else None
             if latest is not None:
                 print(f"continuing the run in {config.run.folder} from {latest.name}")
@@ -127,16 +134,34 @@ def automatic_precision(accelerator: str) -> str:
 
 def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     """Export what was trained, and run the stages after training on rank zero."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler would only take note of it
     folder = Path(trainer.default_root_dir)
-    draft, target = module.draft, module.target
-    draft.save(folder / "draft", dtype=target.dtype)
+    draft = module.draft
+    with whole_parameters(draft):
+        if trainer.is_global_zero:
+            draft.save(folder / "draft", dtype=module.target.dtype)
+    trainer.strategy.barrier("draft saved")
+    if not trainer.is_global_zero:
+        return
+    has_confidence = draft.confidence_head is not None
+    release(trainer, module)
     update_run(folder, wall_seconds={"fit": round(time.monotonic() - STARTED, 1)}, **environment())
     stages = list(config.run.after)
-    if draft.confidence_head is None and "calibrate" in stages:
+    if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
         print("calibrate is left out: this draft has no confidence head")
     run_stages(folder, stages, config.run.options)
     update_run(folder, finished=True)
+
+
+def release(trainer: Trainer, module: DSparkModule) -> None:
+    """Give the memory of training back before the stages after it load what they need."""
+    module.outside.clear()
+    module.draft = None
+    trainer.strategy.optimizers = []
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def check_options(options: dict[Stage, dict[str, Any]]) -> None:

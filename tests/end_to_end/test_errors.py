@@ -78,7 +78,9 @@ def test_unknown_key_names_the_nearest(capsys, monkeypatch, tmp_path) -> None:
     line = refused(capsys, monkeypatch, ["fit", "--config", str(config)])
     assert "'draft.num_layer'" in line
     assert "did you mean 'draft.num_layers'" in line
-    line = refused(capsys, monkeypatch, ["fit", "--config", "configs/quickstart.yaml", "--draft.blok_size", "3"])
+    line = refused(
+        capsys, monkeypatch, ["fit", "--config", "configs/quickstart.yaml", "--draft.blok_size", "3"]
+    )
     assert "did you mean 'draft.block_size'" in line
 
 

@@ -134,7 +134,9 @@ TEXT_TEMPLATES: dict[str, TextTemplate] = {
         "",
         {"Instruction": "user", "Input": "user", "Response": "assistant"},
     ),
-    "vicuna": TextTemplate(r"(?:^|\s|</s>)(USER|ASSISTANT): ", "</s>", {"USER": "user", "ASSISTANT": "assistant"}),
+    "vicuna": TextTemplate(
+        r"(?:^|\s|</s>)(USER|ASSISTANT): ", "</s>", {"USER": "user", "ASSISTANT": "assistant"}
+    ),
 }
 
 

@@ -40,13 +40,13 @@ def start_from_bigrams(head: SequentialHead, previous: Tensor, following: Tensor
     total = counts.sum(1, keepdim=True)
     ratio = ((counts + SMOOTHING * unigram) / (total + SMOOTHING)).log_() - unigram.log()
     kept = min(rank - 1, *ratio.shape)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        left, values, right = torch.svd_lowrank(ratio * total.sqrt(), q=kept, niter=2) if kept else (None,) * 3
     w1 = torch.zeros(head.markov_w1.num_embeddings, rank)
     w2 = torch.zeros(vocabulary, rank)
     w1[:, -1], w2[:, -1] = 1.0, unigram.log()
     if kept:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            left, values, right = torch.svd_lowrank(ratio * total.sqrt(), q=kept, niter=2)
         w1[seen, :kept] = left * values / total.sqrt()
         w2[:, :kept] = right
     # both factors of a rank get the same size, so that an optimiser treats them alike

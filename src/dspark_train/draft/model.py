@@ -111,6 +111,7 @@ class DSparkDraft(PreTrainedModel):
         for name in ("embed_tokens", "lm_head"):
             if name in self._modules:
                 del self._modules[name]
+        self.config.embedding_scale = target.embedding_scale  # the target's table is the unscaled one
         self.borrowed = BorrowedVocabulary(target.embedding_weight, head)
 
     def _freeze_copies(self) -> None:

@@ -110,7 +110,7 @@ def build_config(
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
         pad_token_id=None,
-        architectures=["Gemma4DSparkModel" if target.model_type.startswith("gemma") else "Qwen3DSparkModel"],
+        architectures=["Qwen3DSparkModel"],
         block_size=recipe.block_size,
         num_target_layers=target.num_hidden_layers,
         target_layer_ids=list(layer_ids),

@@ -153,7 +153,8 @@ def _measured(run: RunFolder) -> str:
     positions = max((len(mode.conditional) for mode in modes), default=0)
     if positions:
         header = ("acceptance, given all earlier", *(f"{k}" for k in range(1, positions + 1)))
-        parts.append(table(header, [(mode.name, *(f"{v:.3f}" for v in mode.conditional)) for mode in modes]))
+        reached = [["–" if v is None else f"{v:.3f}" for v in mode.conditional] for mode in modes]
+        parts.append(table(header, [(mode.name, *row) for mode, row in zip(modes, reached, strict=True)]))
     return "\n\n".join(parts)
 
 

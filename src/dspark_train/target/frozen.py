@@ -23,9 +23,7 @@ class FrozenTarget:
     optimiser and sharding.
     """
 
-    def __init__(
-        self, model: Any, layer_ids: list[int] | None = None, tokenizer: Any = None, name: str = ""
-    ):
+    def __init__(self, model: Any, layer_ids: list[int] | None = None, tokenizer: Any = None, name: str = ""):
         """Freeze ``model``.
 
         Args:

@@ -66,7 +66,9 @@ def shard_model(model: Any, device: torch.device) -> Any:
         UserError: there are no ranks to shard over.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise UserError("target.sharding zero3 needs several ranks: set trainer.devices, and strategy ddp or ZeRO")
+        raise UserError(
+            "target.sharding zero3 needs several ranks: set trainer.devices, and strategy ddp or ZeRO"
+        )
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -92,6 +94,8 @@ def shard_model(model: Any, device: torch.device) -> Any:
     }
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
-    engine = deepspeed.initialize(model=decoder, config=config, model_parameters=[], dist_init_required=False)[0]
+    engine = deepspeed.initialize(
+        model=decoder, config=config, model_parameters=[], dist_init_required=False
+    )[0]
     model._sharding_engine = (engine,)  # kept alive, outside the module tree
     return model

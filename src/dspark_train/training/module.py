@@ -316,7 +316,8 @@ def choose_vocabulary(counts: Tensor, size: int | None, coverage: float | None) 
     ranked = torch.argsort(counts, descending=True, stable=True)
     if size is None:
         share = counts[ranked].double().cumsum(0) / counts.sum().clamp(min=1)
-        size = int(torch.searchsorted(share, torch.tensor(float(coverage or 1.0) - 1e-12)).item()) + 1
+        wanted = torch.tensor(float(coverage or 1.0) - 1e-12, dtype=torch.float64)
+        size = int(torch.searchsorted(share, wanted)) + 1
     return ranked[: min(size, counts.numel())].sort().values
 
 
