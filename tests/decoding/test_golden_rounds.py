@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from golden import HEADS, load_golden
+from tiny_models import tiny_draft, tiny_target
 
 from dspark_train.decoding.cache import RowLayout
+from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.draft_pass import DraftPass
 from dspark_train.decoding.sampling import SamplingRule
+from dspark_train.structures import Blocks
 
 CPU = torch.device("cpu")
 
@@ -49,3 +52,24 @@ def test_rejected_context_and_block_slots_leave_no_trace() -> None:
     used.append(features[5:8], RowLayout([3], [5], CPU))
     first, second = clean.hidden(anchors, [8]), used.hidden(anchors, [8])
     torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "rnn", "none"])
+@torch.inference_mode()
+def test_decoding_drafts_what_the_training_pass_predicts(head: str) -> None:
+    """Every block that was drafted while decoding, again as one packed training pass over the finished text."""
+    target = tiny_target()
+    draft = tiny_draft(target, head=head)
+    prompt = [5, 9, 11, 40]
+    result = generate(target, draft, [prompt], max_new_tokens=24, stop_token_ids=[])
+    trace, text = result.trace, torch.tensor([[*prompt, *result.tokens[0]]])
+    anchors = text[0, trace.anchor]
+    slot_ids = torch.full(trace.proposed.shape, draft.config.mask_token_id)
+    slot_ids[:, 0] = anchors
+    nothing = torch.zeros_like(slot_ids)
+    blocks = Blocks(torch.zeros_like(trace.anchor), trace.anchor, slot_ids, nothing, nothing, nothing.bool())
+    hidden = draft(target.states(text).features, blocks).hidden
+    proposal = DraftPass(draft, slots=1, length=1).walk(hidden, anchors, SamplingRule())
+    assert torch.equal(proposal.tokens, trace.proposed)
+    assert proposal.confidence_logits is not None
+    torch.testing.assert_close(proposal.confidence_logits, trace.confidence_logits, atol=1e-3, rtol=1e-3)

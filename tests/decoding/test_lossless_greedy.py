@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_draft, tiny_target
 from torch import Tensor
 
+from dspark_train.calibration.online import OnlineTemperatures
 from dspark_train.decoding.decoder import ActiveRun, Decoder, GenerationResult, generate
 from dspark_train.decoding.draft_pass import Proposal
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
@@ -173,6 +175,20 @@ def test_a_reduced_draft_vocabulary(policy: str) -> None:
     assert result.tokens == answers
     proposed = result.trace.proposed[result.trace.proposed >= 0]
     assert bool((proposed % 3 == 2).all())
+
+
+def test_online_temperatures_follow_and_change_no_token() -> None:
+    prompts, limits, answers = case("llama")
+    online = OnlineTemperatures([1.0] * 4, window=64, refit_every=8)
+    settings: dict[str, Any] = {"policy": Threshold(0.3), "stop_token_ids": [STOP], "batch_size": 3}
+    draft = tiny_draft(target_of("llama"))
+    result = generate(
+        target_of("llama"), draft, prompts, max_new_tokens=limits, temperatures=online, **settings
+    )
+    assert result.tokens == answers
+    assert online.temperatures.tolist() != [1.0] * 4
+    with pytest.raises(UserError, match="whole blocks"):
+        generate(target_of("llama"), draft, [[4]], temperatures=online, policy=FixedLength(2))
 
 
 def test_requests_join_and_leave_without_touching_each_other() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dspark_train.calibration.online import OnlineTemperatures
 from dspark_train.calibration.temperature import conditional
 from dspark_train.decoding.cache import RowLayout
 from dspark_train.decoding.draft_pass import DraftPass, Proposal
@@ -133,7 +134,7 @@ def generate(
     stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     batch_size: int = 1,
     seed: int = 0,
-    temperatures: Sequence[float] | None = None,
+    temperatures: Sequence[float] | OnlineTemperatures | None = None,
     domains: Sequence[str] = (),
 ) -> GenerationResult:
     """Generate answers whose distribution is exactly the target's.
@@ -150,7 +151,8 @@ def generate(
         stop_token_ids: of all prompts, or of each; None takes the target's end tokens.
         batch_size: requests decoded at once.
         seed: of the sampling.
-        temperatures: ``[γ]`` of the confidences (sequential temperature scaling); None leaves them raw.
+        temperatures: ``[γ]`` of the confidences (sequential temperature scaling); online ones follow what is
+            accepted while decoding; None leaves the confidences raw.
         domains: of each prompt, for the trace.
 
     Raises:
@@ -171,7 +173,7 @@ class Decoder:
         draft: DSparkDraft | None = None,
         policy: Policy | None = None,
         rule: SamplingRule | None = None,
-        temperatures: Sequence[float] | None = None,
+        temperatures: Sequence[float] | OnlineTemperatures | None = None,
     ) -> None:
         """Check that the parts fit; arguments as in :func:`generate`."""
         self.target, self.draft = target, draft
@@ -186,13 +188,22 @@ class Decoder:
                     f"policy {type(self.policy).__name__} reads confidences, but this draft was trained without a "
                     "confidence head: use a fixed length"
                 )
-        if temperatures is not None and len(temperatures) != self.block_size:
-            raise UserError(
-                f"{len(temperatures)} temperatures were given for a block size of {self.block_size}"
-            )
-        self.temperatures = None
-        if temperatures is not None:
-            self.temperatures = torch.tensor(list(temperatures)[: self.depth], device=target.device)
+        self.online = temperatures if isinstance(temperatures, OnlineTemperatures) else None
+        if self.online is not None and self.depth < self.block_size:
+            raise UserError("online temperatures need policies that may verify whole blocks")
+        start = self.online.temperatures if self.online is not None else temperatures
+        if start is not None and len(start) != self.block_size:
+            raise UserError(f"{len(start)} temperatures were given for a block size of {self.block_size}")
+        self._temperatures = None if start is None else self._tensor(start)
+
+    def _tensor(self, temperatures: Sequence[float] | Tensor) -> Tensor:
+        values = torch.as_tensor(temperatures, dtype=torch.float32, device=self.target.device)
+        return values[: self.depth]
+
+    @property
+    def temperatures(self) -> Tensor | None:
+        """``[depth]`` float32 temperatures of the confidences; None where they are raw."""
+        return self._temperatures if self.online is None else self._tensor(self.online.temperatures)
 
     def requests(
         self,
@@ -432,6 +443,9 @@ class ActiveRun:
         rounds.accepted += accepted
         if proposal is not None and proposal.confidence_logits is not None:
             rounds.confidence.append(proposal.confidence_logits)
+            if self.decoder.online is not None:
+                lengths = torch.tensor(counts) - 1
+                self.decoder.online.update(proposal.confidence_logits, lengths, torch.tensor(accepted))
 
     def _best(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
