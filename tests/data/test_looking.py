@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tiny_data import write_rows, write_target
 
 from dspark_train import prepare as commands
 from dspark_train.data.build import BuildOptions, build_set
+from dspark_train.data.dataset import PreparedSet
 from dspark_train.data.looking import SUPERVISED, coloured, examples_of, print_example, print_stats
+from dspark_train.data.options import SplitShares
+from dspark_train.data.regenerate import Regenerate
 from dspark_train.data.sources import Source
+from dspark_train.decoding.decoder import Decoder
 from dspark_train.errors import UserError
+from dspark_train.target.frozen import FrozenTarget
 
 
 def test_supervised_tokens_are_coloured_and_the_text_is_whole(tmp_path: Path, chatml: Any) -> None:
@@ -63,3 +69,32 @@ def test_prepare_runs_its_stages_and_says_what_is_missing(
         assert "240" in capsys.readouterr().out  # training examples
     commands.show(tmp_path / "a" / "tokenized", target, count=1)
     assert "eligible anchors" in capsys.readouterr().out
+
+
+def test_prepare_lets_a_target_answer_in_this_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(write_target(tmp_path / "target"))
+    rows = [{"messages": [{"role": "user", "content": f"w{index} w{index + 1}"}]} for index in range(12)]
+    path = write_rows(tmp_path / "prompts.jsonl", rows)
+    options = Regenerate(temperature=0.0, max_tokens=6, concurrency=5)
+    commands.prepare(
+        tmp_path / "out",
+        [Source(str(path))],
+        target,
+        stages=["collect", "regenerate", "tokenize"],
+        shares=SplitShares(0.0, 0.0),
+        regeneration=options,
+    )
+    assert "12/12" in capsys.readouterr().out
+    answered = [
+        json.loads(line) for line in (tmp_path / "out" / "regenerated.jsonl").read_text().splitlines()
+    ]
+    store = PreparedSet(tmp_path / "out" / "tokenized").split("train")
+    assert len(answered) == len(store) == 12
+    decoder = Decoder(FrozenTarget.load(target))
+    for index, row in enumerate(answered):
+        [turn] = row["turns"]
+        alone = decoder.run(decoder.requests([turn["prompt_ids"]], 6, None))
+        assert alone.tokens == [turn["answer_ids"]]
+        assert store[index].input_ids.tolist() == turn["prompt_ids"] + turn["answer_ids"]
