@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from dspark_train.calibration.temperature import conditional
 from dspark_train.decoding.cache import RowLayout
 from dspark_train.decoding.draft_pass import DraftPass, Proposal
 from dspark_train.decoding.policies import FixedLength, Policy
+from dspark_train.decoding.requests import Request, RoundLog, stop_sets, take
 from dspark_train.decoding.sampling import SamplingRule, draw, verify_greedy, verify_sampled
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.decoding.timing import Stopwatch, Timings
@@ -31,8 +32,6 @@ from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
 
-PREFILL_ROWS = 4096
-"""Rows, padding included, of one pass over the prompts of joining requests; a longer prompt runs alone."""
 HEAD_ROWS = 2
 """Rows of the LM head at a time in greedy decoding on a CPU: two cost as much memory traffic as one."""
 
@@ -49,76 +48,6 @@ class GenerationResult:
     """Every speculative round. Plain decoding has blocks of size 0."""
     timings: Timings
     """Seconds by part, and counts."""
-
-
-@dataclass
-class _Request:
-    """State of one request."""
-
-    index: int
-    prompt: list[int]
-    limit: int
-    """Tokens that it may generate."""
-    stops: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    finished_by: str = ""
-
-    @property
-    def position(self) -> int:
-        """Of the anchor: the last committed token, which the target has not run yet."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-    @property
-    def remaining(self) -> int:
-        return self.limit - len(self.tokens)
-
-    def commit(self, tokens: list[int]) -> int:
-        """Take tokens until one stops the request or the limit is reached; returns how many were taken."""
-        taken = 0
-        for token in tokens:
-            self.tokens.append(token)
-            taken += 1
-            if token in self.stops:
-                self.finished_by = "stop"
-                break
-            if self.remaining == 0:
-                self.finished_by = "length"
-                break
-        return taken
-
-
-@dataclass
-class _Rounds:
-    """Rounds as they happen, joined into a trace at the end."""
-
-    block_size: int
-    requests: list[int] = field(default_factory=list)
-    anchors: list[int] = field(default_factory=list)
-    proposed: list[list[int]] = field(default_factory=list)
-    confidence: list[Tensor] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    committed: list[int] = field(default_factory=list)
-
-    def trace(self, temperature: float, domains: Sequence[str]) -> DecodingTrace:
-        count, slots = len(self.requests), self.block_size
-        padded = [row + [-1] * (slots - len(row)) for row in self.proposed]
-        logits = torch.full((count, slots), float("nan"))
-        known = torch.cat(self.confidence).cpu() if self.confidence else logits[:, :0]
-        logits[:, : known.shape[1]] = known
-        integers = (self.requests, self.anchors, self.lengths, self.accepted, self.committed)
-        request, anchor, lengths, accepted, committed = (torch.tensor(v, dtype=torch.int64) for v in integers)
-        return DecodingTrace(
-            request=request,
-            anchor=anchor,
-            proposed=torch.tensor(padded, dtype=torch.int64).view(count, slots),
-            confidence_logits=logits,
-            verify_length=lengths,
-            accepted=accepted,
-            committed=committed,
-            temperature=temperature,
-            domains=tuple(domains),
-        )
 
 
 def generate(
@@ -191,10 +120,10 @@ class Decoder:
         self.online = temperatures if isinstance(temperatures, OnlineTemperatures) else None
         if self.online is not None and self.depth < self.block_size:
             raise UserError("online temperatures need policies that may verify whole blocks")
-        start = self.online.temperatures if self.online is not None else temperatures
-        if start is not None and len(start) != self.block_size:
-            raise UserError(f"{len(start)} temperatures were given for a block size of {self.block_size}")
-        self._temperatures = None if start is None else self._tensor(start)
+        fixed = temperatures.temperatures if isinstance(temperatures, OnlineTemperatures) else temperatures
+        if fixed is not None and len(fixed) != self.block_size:
+            raise UserError(f"{len(fixed)} temperatures were given for a block size of {self.block_size}")
+        self._temperatures = None if fixed is None else self._tensor(fixed)
 
     def _tensor(self, temperatures: Sequence[float] | Tensor) -> Tensor:
         values = torch.as_tensor(temperatures, dtype=torch.float32, device=self.target.device)
@@ -210,7 +139,7 @@ class Decoder:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
         stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    ) -> list[_Request]:
+    ) -> list[Request]:
         """Check prompts and limits, and bound each by the target's context."""
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         stops = stop_sets(self.target, stop_token_ids, len(prompts))
@@ -233,7 +162,7 @@ class Decoder:
                     f"prompt {index} has {len(ids)} tokens; the target's context of {context} is full"
                 )
             room = limit if context is None else min(limit, context - len(ids))
-            made.append(_Request(index, ids, room, stops[index]))
+            made.append(Request(index, ids, room, stops[index]))
         return made
 
     def start(self, slots: int, length: int, seed: int) -> ActiveRun:
@@ -248,7 +177,7 @@ class Decoder:
 
     @torch.inference_mode()
     def run(
-        self, requests: Sequence[_Request], *, batch_size: int = 1, seed: int = 0, domains: Sequence[str] = ()
+        self, requests: Sequence[Request], *, batch_size: int = 1, seed: int = 0, domains: Sequence[str] = ()
     ) -> GenerationResult:
         """Decode requests, ``batch_size`` at once, in their order."""
         if batch_size < 1:
@@ -261,7 +190,7 @@ class Decoder:
             waiting = deque(requests)
             while waiting or run.active:
                 while waiting and len(run.active) < slots:
-                    run.join(_take(waiting, slots - len(run.active)))
+                    run.join(take(waiting, slots - len(run.active)))
                     run.leave()
                 if run.active:
                     run.round()
@@ -290,13 +219,13 @@ class ActiveRun:
             self.draft = DraftPass(decoder.draft, slots, length + decoder.block_size)
         self.choose = decoder.policy.start()
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.active: list[_Request] = []
+        self.active: list[Request] = []
         """Request of each slot; the slots in use are the first ones, always."""
-        self.rounds = _Rounds(decoder.block_size)
+        self.rounds = RoundLog(decoder.block_size)
         self.watch = Stopwatch(self.device)
         self.timings = Timings()
 
-    def join(self, requests: Sequence[_Request], known: int = 0) -> None:
+    def join(self, requests: Sequence[Request], known: int = 0) -> None:
         """Give requests the next free slots: run their prompts in one pass and draw their first tokens.
 
         Args:
@@ -452,41 +381,6 @@ class ActiveRun:
 
     def _draw(self, probabilities: Tensor) -> Tensor:
         return draw(probabilities, self.generator)
-
-
-def _take(waiting: deque[_Request], free: int) -> list[_Request]:
-    """Next requests whose prompts run in one pass: as many as fit, padded to the longest, into a bounded one."""
-    taken = [waiting.popleft()]
-    longest = len(taken[0].prompt)
-    while waiting and len(taken) < free:
-        longest = max(longest, len(waiting[0].prompt))
-        if longest * (len(taken) + 1) > PREFILL_ROWS:
-            break
-        taken.append(waiting.popleft())
-    return taken
-
-
-def stop_sets(
-    target: FrozenTarget, stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None, count: int
-) -> list[frozenset[int]]:
-    """Stop tokens of each of ``count`` requests; None stands for the end tokens that the target declares."""
-    if stop_token_ids is None:
-        return [frozenset(end_token_ids(target))] * count
-    per_request = [ids for ids in stop_token_ids if not isinstance(ids, int)]
-    if per_request:
-        return [frozenset(ids) for ids in per_request]
-    return [frozenset(ids for ids in stop_token_ids if isinstance(ids, int))] * count
-
-
-def end_token_ids(target: FrozenTarget) -> list[int]:
-    """End tokens that the target's generation settings, config and tokenizer declare."""
-    found: set[int] = set()
-    generation = getattr(target.model, "generation_config", None)
-    for source in (generation, target.config, target.tokenizer):
-        declared = getattr(source, "eos_token_id", None)
-        if declared is not None:
-            found.update([declared] if isinstance(declared, int) else declared)
-    return sorted(found)
 
 
 def _check_pair(target: FrozenTarget, draft: DSparkDraft) -> None:
