@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_draft, tiny_target
 from torch import Tensor
 
 from dspark_train.errors import UserError
@@ -40,7 +41,7 @@ def plain(
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     bias = latent @ w2.T if latent is not None and w2 is not None else 0.0
-    logits = soften(hidden @ draft_head.T + bias)
+    logits = soften(hidden @ draft_head.T) + bias
     target = soften(target_hidden @ target_head.T).softmax(-1)[target_row]
     draft = torch.zeros_like(target)
     ids = torch.arange(target_head.shape[0]) if draft_token_ids is None else draft_token_ids
@@ -145,6 +146,40 @@ def test_many_small_inner_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, _, _ = plain(**inputs)
     for ours, oracle in zip(gradients(fused.loss, inputs), gradients(loss, inputs), strict=True):
         torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_trains_on_the_logits_that_decoding_uses(family: str, reduced: bool) -> None:
+    """The logits behind the loss are those of :meth:`DSparkDraft.logits`, soft-capped families included."""
+    ids = torch.arange(0, 97, 2) if reduced else None
+    target = tiny_target(family)
+    draft = tiny_draft(target, token_ids=ids)
+    assert (
+        draft.config.final_logit_softcapping == target.logit_softcap == (10.0 if family == "gemma3" else None)
+    )
+    generator = torch.Generator().manual_seed(1)
+    hidden = 3.0 * torch.randn(11, 32, generator=generator)
+    latent = 3.0 * torch.randn(11, 8, generator=generator)
+    labels = 2 * torch.randint(0, 48, (11,), generator=generator)
+    sums = fused_objective(
+        hidden,
+        latent,
+        draft.markov_head.markov_w2.weight,
+        draft.head_weight,
+        target.head_weight,
+        torch.randn(11, 32, generator=generator),
+        torch.arange(11),
+        labels,
+        torch.ones(11),
+        ce_coef=1.0,
+        tv_coef=0.0,
+        softcap=target.logit_softcap,
+        draft_token_ids=ids,
+    )
+    column = labels if ids is None else labels // 2
+    expected = torch.nn.functional.cross_entropy(draft.logits(hidden, latent), column, reduction="none")
+    torch.testing.assert_close(sums.ce, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("U", [None, 17])

@@ -4,7 +4,7 @@ A *row* is one supervised slot of one block. Shapes as in :mod:`dspark_train.str
 
     rows  supervised slots of a micro-batch      P  distinct positions whose target distribution they need
 
-Draft logits of a row are ``softcap(hidden @ headᵀ + latent @ W2ᵀ)``; the target's ``softcap(state @ headᵀ)``.
+Draft logits of a row are ``softcap(hidden @ headᵀ) + latent @ W2ᵀ``; the target's ``softcap(state @ headᵀ)``.
 Both loss terms have closed-form gradients with respect to the draft logits ``z`` (``p = softmax(z)``):
 
     cross entropy:  ∂ CE / ∂z = p − onehot(label)
@@ -91,7 +91,7 @@ def fused_objective(
         weights: ``[rows]`` slot weights, already divided by the global batch's denominator.
         ce_coef: coefficient of the cross entropy.
         tv_coef: coefficient of the L1 distance.
-        softcap: the target's own logit soft-cap, applied to its logits and to the draft's, bias included.
+        softcap: the target's own logit soft-cap, applied to its logits and to the draft's before the bias.
         draft_token_ids: ``[U]`` int64, sorted: target ids of a reduced draft vocabulary. The target keeps its
             full distribution; what lies outside counts in the L1 distance.
         target_logsumexp: ``[P]`` fp32 normalisers of the target's logits, if known (from a feature cache).
@@ -309,16 +309,22 @@ def _sweep(
             grad_latent = torch.empty_like(z)
             grad_w2 = torch.zeros_like(project, dtype=settings.accurate)
 
-    chunk = min(rows, _fit(settings.budget, 2 * vocabulary * settings.dtype.itemsize))
+    buffers = 2 if settings.softcap is None else 3
+    chunk = min(rows, _fit(settings.budget, buffers * vocabulary * settings.dtype.itemsize))
     first = inputs.first_position
     most = max(first[min(start + chunk, rows) - 1] - first[start] + 1 for start in range(0, rows, chunk))
     draft_buffer = states.new_empty(chunk, vocabulary)
     target_buffer = states.new_empty(most, vocabulary)
+    slope_buffer = None if settings.softcap is None else torch.empty_like(draft_buffer)
     work = RowKernel(chunk, vocabulary, settings, states.device)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         low, high = first[part.start], first[part.stop - 1] + 1
         logits = torch.mm(states[part], inputs.head.T, out=draft_buffer[: part.stop - start])
+        slope = None if slope_buffer is None else slope_buffer[: len(logits)]
+        if slope is not None and settings.softcap is not None:
+            soften(logits, settings.softcap)
+            torch.div(logits, settings.softcap, out=slope).square_().neg_().add_(1.0)
         if z is not None and project is not None:
             logits.addmm_(z[part], project.T)
         target = torch.mm(
@@ -330,6 +336,8 @@ def _sweep(
         if z is not None and project is not None and grad_latent is not None and grad_w2 is not None:
             torch.mm(logits, project, out=grad_latent[part])
             _accumulate(grad_w2, logits, z[part])
+        if slope is not None:
+            logits.mul_(slope)
         torch.mm(logits, inputs.head, out=grad_hidden[part])
     return ce, l1, (grad_hidden, grad_latent, grad_w2)
 

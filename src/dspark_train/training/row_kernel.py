@@ -85,7 +85,7 @@ class RowKernel:
         ce: Tensor,
         l1: Tensor,
     ) -> None:
-        """Overwrite ``logits [n, U]`` with the loss's gradient; fill ``ce [n]`` and ``l1 [n]``.
+        """Overwrite ``logits [n, U]`` with the loss's gradient with respect to them; fill ``ce [n]`` and ``l1 [n]``.
 
         ``target [q, U]`` are the target logits of positions ``low .. low + q``.
         """
@@ -132,8 +132,7 @@ class RowKernel:
             torch.softmax(wide, -1, out=wide) if normaliser is None else wide.sub_(normaliser[:, None]).exp_()
         )
         mass = distribution.sum(-1) if reduced else None
-        softcap = self.settings.softcap
-        soften(draft.copy_(logits), softcap)
+        draft.copy_(logits)
         peak, at_label = draft.amax(-1), draft.gather(1, column[:, None])[:, 0]
         torch.softmax(draft, -1, out=draft)
         ce = (peak - draft.amax(-1).log() - at_label) * inside
@@ -150,8 +149,6 @@ class RowKernel:
         draft.mul_((ce_weight - tv_weight * mean_sign)[:, None])
         delta.mul_(tv_weight[:, None]).add_(draft)
         delta.scatter_add_(1, column[:, None], -ce_weight[:, None])
-        if softcap is not None:
-            delta.mul_(draft.copy_(logits).div_(softcap).tanh_().square_().neg_().add_(1.0))
         return ce, l1, delta
 
     def absolute_sum(self, values: Tensor) -> Tensor:
@@ -176,7 +173,7 @@ def row_terms(
     """Cross entropy, L1 distance and weighted logit gradient of a chunk as plain formulas (compiled on GPUs).
 
     Args:
-        logits: ``[n, U]`` draft logits, without soft-cap.
+        logits: ``[n, U]`` draft logits, soft-cap and bias included.
         target: ``[q, U]`` target logits, without soft-cap.
         normaliser: ``[q]`` log-sum-exp of the target's full logits; None takes that of ``target`` itself.
         row: ``[n]`` index into ``q``.
@@ -186,16 +183,16 @@ def row_terms(
         inside: ``[n]`` bool: the label is in the draft vocabulary.
         reduced: the target has mass outside the ``U`` columns.
         gradient: whether to compute the gradient.
-        softcap: of both logits.
+        softcap: of the target's logits.
 
     Returns:
         ``ce [n]``, ``l1 [n]``, and the gradient ``[n, U]`` in the logits' dtype, or None.
     """
     accurate = ce_weight.dtype
-    capped, wide = logits.to(accurate), target.to(accurate)
+    wide = target.to(accurate)
     if softcap is not None:
-        capped, wide = softcap * torch.tanh(capped / softcap), softcap * torch.tanh(wide / softcap)
-    log_draft = torch.log_softmax(capped, -1)
+        wide = softcap * torch.tanh(wide / softcap)
+    log_draft = torch.log_softmax(logits.to(accurate), -1)
     draft = log_draft.exp()
     level = torch.logsumexp(wide, -1) if normaliser is None else normaliser
     distribution = (wide[row] - level[row, None]).exp()
@@ -210,8 +207,6 @@ def row_terms(
     slope = draft * (ce_weight - tv_weight * signed.sum(-1))[:, None] + tv_weight[:, None] * signed
     hot = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
     slope = slope - torch.where(hot, ce_weight[:, None], 0.0)
-    if softcap is not None:
-        slope = slope * (1.0 - (capped / softcap).square())
     return ce, l1, slope.to(logits.dtype)
 
 
