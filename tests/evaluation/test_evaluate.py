@@ -19,6 +19,7 @@ from dspark_train.evaluation.records import Record
 from dspark_train.evaluation.run_folder import RunFolder
 from dspark_train.evaluation.session import EvaluateOptions, draft_folder, evaluate_run, retap
 from dspark_train.evaluation.summary import Bootstrap
+from dspark_train.evaluation.tables import evaluation_markdown
 from dspark_train.parsing import run_command
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
@@ -126,6 +127,23 @@ def test_the_table_says_what_decoding_gives(folders: dict[str, Path]) -> None:
     assert greedy["suites"]["gsm8k"]["methods"]["draft:tiny"]["tau"]["value"] == pytest.approx(
         committed / rounds
     )
+
+
+def test_what_the_context_cannot_hold_is_left_out_and_named(folders: dict[str, Path]) -> None:
+    suites = folders["suites"].parent / "long"
+    suites.mkdir()
+    many = " ".join(f"w{i % 40}" for i in range(300))
+    most = " ".join(f"w{i % 40}" for i in range(215))
+    rows = [{"turns": ["w1 w2"]}, {"turns": [many]}, {"turns": [most, "w3 w4 w5 w6", most]}]
+    write_rows(suites / "long.jsonl", rows)
+    chosen = {"suites": ["long"], "suites_dir": suites, "drafts": (), "temperatures": [0.0], "prompts": None}
+    table = evaluate_run(options(folders, name="long", **chosen))
+    assert table["settings"]["too_long"] == {"long": [1]}
+    assert table["results"][0]["suites"]["long"]["prompts"] == 2
+    assert "long: 1 prompts were longer than the target's context" in evaluation_markdown(table)
+    write_rows(suites / "endless.jsonl", [{"turns": [many]}])
+    with pytest.raises(UserError, match="suite endless: no prompt fits"):
+        evaluate_run(options(folders, name="endless", **(chosen | {"suites": ["endless"]})))
 
 
 def test_other_settings_need_another_name_or_a_restart(folders: dict[str, Path]) -> None:

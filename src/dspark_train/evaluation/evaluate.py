@@ -133,19 +133,55 @@ class Evaluation:
         )
         return [int(token) for token in encoded]
 
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether the target's context holds a prompt and a whole answer."""
+        context = getattr(self.target.config, "max_position_embeddings", None)
+        return context is None or len(ids) + self.max_new_tokens <= context
+
     def measure(self, method: Method, suite: Suite, prompt: SuitePrompt, temperature: float) -> Record:
-        """Decode all turns of a prompt, each after the method's own earlier answers."""
+        """Decode the turns of a prompt, each after the method's own earlier answers, until the context is full."""
         decoder = method.decoder(SamplingRule(temperature, self.top_k, self.top_p))
         messages: list[dict[str, str]] = []
         results: list[GenerationResult] = []
         for number, turn in enumerate(prompt.turns):
             messages.append({"role": "user", "content": turn})
+            ids = self.encode(messages)
+            if number and not self.fits(ids):
+                break
             seed = random.Random(f"{self.seed}/{suite.name}/{prompt.index}/{number}").getrandbits(31)
-            requests = decoder.requests([self.encode(messages)], self.max_new_tokens, None)
+            requests = decoder.requests([ids], self.max_new_tokens, None)
             results.append(decoder.run(requests, seed=seed))
             answer = self.target.tokenizer.decode(results[-1].tokens[0], skip_special_tokens=True)
             messages.append({"role": "assistant", "content": answer})
         return make_record(method, suite, prompt, temperature, results)
+
+
+def fitting(evaluation: Evaluation, suites: Sequence[Suite]) -> tuple[list[Suite], dict[str, list[int]]]:
+    """Leave out prompts that the target's context cannot hold together with an answer.
+
+    Returns:
+        The suites with what fits, and the index of every prompt left out, by suite.
+
+    Raises:
+        UserError: nothing of a suite fits.
+    """
+    kept, left_out = [], {}
+    for suite in suites:
+        fit = [
+            prompt
+            for prompt in suite.prompts
+            if evaluation.fits(evaluation.encode([{"role": "user", "content": prompt.turns[0]}]))
+        ]
+        if not fit:
+            raise UserError(
+                f"suite {suite.name}: no prompt fits the target's context together with an answer of "
+                f"{evaluation.max_new_tokens} tokens; lower max_new_tokens"
+            )
+        inside = {prompt.index for prompt in fit}
+        if len(fit) < len(suite.prompts):
+            left_out[suite.name] = [prompt.index for prompt in suite.prompts if prompt.index not in inside]
+        kept.append(dataclasses.replace(suite, prompts=tuple(fit)))
+    return kept, left_out
 
 
 def make_record(

@@ -22,6 +22,7 @@ from dspark_train.evaluation.evaluate import (
     LookupMethod,
     Method,
     PlainMethod,
+    fitting,
     run_evaluation,
 )
 from dspark_train.evaluation.records import RecordFile
@@ -219,6 +220,7 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         seed=options.seed,
         template=run.config.get("data", {}).get("template"),
     )
+    suites, left_out = fitting(evaluation, suites)
     folder = options.run / "evaluation"
     path = folder / f"{options.name}.records.jsonl"
     if options.restart:
@@ -229,7 +231,11 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
     described = [{"key": m.key, "label": m.label, "kind": m.kind} for m in evaluation.methods]
     wanted = {(m.key, t) for m in evaluation.methods for t in options.temperatures}
     records = [record for record in file.records.values() if (record.method, record.temperature) in wanted]
-    whole = settings | {"prompts_per_suite": options.prompts, "environment": environment()}
+    whole = settings | {
+        "prompts_per_suite": options.prompts,
+        "too_long": left_out,
+        "environment": environment(),
+    }
     table = summarise(records, described, whole, options.bootstrap)
     target = folder / f"{options.name}.json"
     aside = target.with_suffix(".part")

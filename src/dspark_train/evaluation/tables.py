@@ -46,4 +46,8 @@ def evaluation_markdown(table: dict[str, Any]) -> str:
             parts.append(
                 f"{pair}: τ {_estimate(difference['macro'], signed)}, {100 * difference['relative']:+.1f} %"
             )
+    for suite, indices in table.get("settings", {}).get("too_long", {}).items():
+        parts.append(
+            f"{suite}: {len(indices)} prompts were longer than the target's context and were left out."
+        )
     return "\n\n".join(parts) + "\n"
