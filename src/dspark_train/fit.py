@@ -42,6 +42,8 @@ from dspark_train.training.zero_state import whole_parameters
 
 STARTED = time.monotonic()
 """When this process began, for the run's wall time."""
+THREADS = torch.get_num_threads()
+"""Threads of this process alone, before a launcher divides them."""
 
 SECTIONS = {
     "target": TargetConfig,
@@ -160,6 +162,7 @@ def release(trainer: Trainer, module: DSparkModule) -> None:
     module.draft = None
     trainer.strategy.optimizers = []
     gc.collect()
+    torch.set_num_threads(THREADS)  # with several processes each had its share only
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

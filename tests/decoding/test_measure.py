@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,9 @@ def test_an_answer_that_stops_elsewhere_is_a_failure() -> None:
 def test_prompts_of_all_domains_take_turns() -> None:
     names = [prompt.domain for prompt in interleave(sorted(PROMPTS, key=lambda prompt: prompt.domain))]
     assert names == ["code", "math", "code", "math"]
+    many = [replace(PROMPTS[0], domain=name) for name in ["code"] * 3 + ["math"] * 9]
+    names = [prompt.domain for prompt in interleave(many)]
+    assert [names[start : start + 4].count("code") for start in (0, 4, 8)] == [1, 1, 1]
 
 
 def test_pieces_join_to_the_text() -> None:

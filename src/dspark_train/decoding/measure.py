@@ -94,12 +94,16 @@ class Comparison:
 
 
 def interleave(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Order prompts so that every beginning holds each domain about equally."""
+    """Order prompts so that every beginning holds each domain in its share of them all."""
     domains: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         domains.setdefault(prompt.domain, []).append(prompt)
-    ranked = [(rank, name, prompt) for name, found in domains.items() for rank, prompt in enumerate(found)]
-    return [prompt for _, _, prompt in sorted(ranked, key=lambda entry: entry[:2])]
+    placed = [
+        ((rank + 0.5) / len(found), name, prompt)
+        for name, found in domains.items()
+        for rank, prompt in enumerate(found)
+    ]
+    return [prompt for _, _, prompt in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def compare(

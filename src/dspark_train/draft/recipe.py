@@ -26,7 +26,9 @@ class DraftRecipe:
             ``vocab_size``); 1.0 keeps every token that occurs.
         mask_token_id: token fed to the slots after the anchor. Left out: one that the target's text never holds.
         intermediate_size: width of the feed-forward networks. Left out: the target's.
-        init: ``random``, or ``target_layers``: start the backbone's layers from copies of the target's own.
+        num_key_value_heads: heads of keys and values; more let a slot read more of the context. Left out: the target's.
+        init: ``random``; ``target_layers``: start the backbone's layers from copies of the target's own; or ``linear``:
+            start backbone and vanilla head from a linear prediction fitted to the training answers (for short runs).
         head_start: start of a vanilla head: ``random``, or ``bigrams``: the token pairs of the training answers.
         norm_init: initial weight of the final norm; a small one makes the first logits near uniform.
     """
@@ -41,7 +43,8 @@ class DraftRecipe:
     vocab_coverage: float | None = None
     mask_token_id: int | None = None
     intermediate_size: int | None = None
-    init: Literal["random", "target_layers"] = "random"
+    num_key_value_heads: int | None = None
+    init: Literal["random", "target_layers", "linear"] = "random"
     head_start: Literal["random", "bigrams"] = "random"
     norm_init: float = 1.0
 
@@ -98,7 +101,9 @@ def build_config(
         intermediate_size=recipe.intermediate_size or target.intermediate_size,
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
+        num_key_value_heads=recipe.num_key_value_heads
+        or getattr(target, "num_key_value_heads", None)
+        or heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
         hidden_act=getattr(target, "hidden_act", None)
         or getattr(target, "hidden_activation", None)
@@ -129,6 +134,8 @@ def build_config(
         raise UserError("draft.vocab_size and draft.vocab_coverage exclude each other: give one")
     if recipe.head_start == "bigrams" and recipe.head != "vanilla":
         raise UserError(f"draft.head_start bigrams is a start of the vanilla head, not of {recipe.head}")
+    if recipe.head_start == "bigrams" and recipe.init == "linear":
+        raise UserError("draft.init linear sets the vanilla head too: leave draft.head_start random")
     if recipe.vocab_coverage is not None and not 0 < recipe.vocab_coverage <= 1:
         raise UserError(f"draft.vocab_coverage {recipe.vocab_coverage} must lie in (0, 1]")
     config.check()

@@ -254,8 +254,10 @@ class CacheFeatures(Callback):
         self.folder = Path(folder or "feature_cache")
         self.shard_tokens, self.batch_tokens = shard_tokens, batch_tokens
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build or open the cache, and hand it to the module."""
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Build or open the cache, and hand it to the module, before the draft is made."""
+        if stage != "fit":
+            return
         module: Any = pl_module
         if self.given is None:
             self.folder = Path(trainer.default_root_dir) / "feature_cache"

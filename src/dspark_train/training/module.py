@@ -10,17 +10,20 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from dspark_train.data.dataset import ExampleStore
 from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.initialise import initialise
+from dspark_train.draft.linear_start import start_linearly
 from dspark_train.draft.markov_start import start_from_bigrams
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config, choose_mask_token
 from dspark_train.errors import UserError
-from dspark_train.structures import Blocks, TargetStates, TensorStruct, TrainingBatch
+from dspark_train.structures import Blocks, TargetStates, TensorStruct, TokenBatch, TrainingBatch
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.objective import fused_objective
 from dspark_train.training.optimizer import OptimizerConfig, build_optimizer
+from dspark_train.training.starting import gather_samples
 from dspark_train.training.strategy import gather_objects, loss_scale
 from dspark_train.training.terms import (
     ObjectiveConfig,
@@ -115,26 +118,28 @@ class DSparkModule(LightningModule):
         self.draft = DSparkDraft(config, target=self.target, draft_token_ids=token_ids)
         initialise(self.draft, self.recipe, self.target)
         if self.recipe.head_start == "bigrams":
-            start_from_bigrams(self.draft.markov_head, *self._training_pairs(token_ids))
+            pairs = answer_pairs(self._training_store("draft.head_start bigrams"), token_ids)
+            start_from_bigrams(self.draft.markov_head, *pairs)
         if self.init_from:
             self.outside["warm_start"](self.draft, Path(self.init_from))
+        elif self.recipe.init == "linear":
+            self.draft.to(self.target.device)
+            start_linearly(
+                self.draft, gather_samples(self._training_store("draft.init linear"), self._states)
+            )
 
     def _draft_vocabulary(self) -> Tensor | None:
         if self.recipe.vocab_size is None and self.recipe.vocab_coverage is None:
             return None
-        data = getattr(self._trainer, "datamodule", None)
-        if data is None:
-            raise UserError(
-                "draft.vocab_size and draft.vocab_coverage need the training data: run under a trainer"
-            )
-        counts = answer_token_counts(data.store(data.train_split), self.target.vocab_size)
+        store = self._training_store("draft.vocab_size and draft.vocab_coverage")
+        counts = answer_token_counts(store, self.target.vocab_size)
         return choose_vocabulary(counts, self.recipe.vocab_size, self.recipe.vocab_coverage)
 
-    def _training_pairs(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _training_store(self, asking: str) -> ExampleStore:
         data = getattr(self._trainer, "datamodule", None)
         if data is None:
-            raise UserError("draft.head_start bigrams needs the training data: run under a trainer")
-        return answer_pairs(data.store(data.train_split), token_ids)
+            raise UserError(f"{asking}: the training data are needed, so run under a trainer")
+        return data.store(data.train_split)
 
     def configure_optimizers(self) -> Any:
         """AdamW or Muon, with a schedule per step."""
@@ -152,10 +157,13 @@ class DSparkModule(LightningModule):
 
     def states(self, prepared: PreparedBatch) -> TargetStates:
         """What the target says about a batch: computed here, or read from the feature cache."""
+        return self._states(prepared.batch.tokens)
+
+    def _states(self, tokens: TokenBatch) -> TargetStates:
         cache = self.outside.get("feature_cache")
         if cache is not None:
-            return cache.states(prepared.batch.tokens, self.device)
-        return self.target.states(prepared.batch.tokens.input_ids)
+            return cache.states(tokens, self.target.device)
+        return self.target.states(tokens.input_ids.to(self.target.device))
 
     def normalisers(self, prepared: PreparedBatch) -> Tensor | None:
         """Log-sum-exp of the target's logits at the rows' positions ``[P]``, where the feature cache knows it."""

@@ -1,0 +1,66 @@
+"""Samples of the training answers, from which a linear start is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark_train.data.dataset import ExampleStore
+from dspark_train.data.module import collate
+from dspark_train.draft.linear_start import SLOT_WEIGHTS, StartSamples
+from dspark_train.errors import UserError
+from dspark_train.structures import TargetStates, TokenBatch
+
+SAMPLES = 60_000
+"""Positions of training answers behind a linear start."""
+_BATCH = 8
+
+
+def gather_samples(
+    store: ExampleStore, states: Callable[[TokenBatch], TargetStates], limit: int = SAMPLES
+) -> StartSamples:
+    """Positions of training answers, in the order of a fixed shuffle, with what the target says there.
+
+    Args:
+        store: of the training split.
+        states: of a batch, from the target or from a feature cache.
+        limit: positions after which no further batch is read.
+
+    Raises:
+        UserError: no answer is long enough.
+    """
+    features, tokens, hidden, first, found = [], [], [], None, 0
+    order = np.random.default_rng(0).permutation(len(store))
+    for start in range(0, len(order), _BATCH):
+        chosen = [int(index) for index in order[start : start + _BATCH]]
+        batch = collate(store, chosen)
+        answer = states(batch)
+        first = answer.features[0, 0] if first is None else first
+        for row, index in enumerate(chosen):
+            place = _anchors(store.loss_mask(index)).to(answer.features.device)
+            ids = batch.input_ids[row].to(place.device)
+            offsets = place[:, None] + torch.arange(len(SLOT_WEIGHTS), device=place.device)
+            features.append(answer.features[row, place - 1])
+            tokens.append(ids[offsets])
+            hidden.append(answer.last_hidden[row, offsets])
+            found += len(place)
+        if found >= limit:
+            break
+    if first is None or not found:
+        raise UserError(
+            f"draft.init linear: no training answer has {len(SLOT_WEIGHTS) + 1} tokens; use init: random"
+        )
+    return StartSamples(torch.cat(features), torch.cat(tokens), torch.cat(hidden), first)
+
+
+def _anchors(mask: np.typing.NDArray[np.bool_]) -> Tensor:
+    """Positions after the first whose following ones are all supervised, as far as a start looks ahead."""
+    ahead = len(SLOT_WEIGHTS)
+    if len(mask) <= ahead + 1:
+        return torch.empty(0, dtype=torch.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(mask[1:], ahead).all(1)
+    places = torch.from_numpy(np.flatnonzero(windows))
+    return places[(places > 0) & (places + ahead < len(mask))]
