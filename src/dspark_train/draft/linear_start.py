@@ -101,7 +101,8 @@ def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
             "draft.init linear needs at least two key-value heads: set draft.num_key_value_heads, or init: random"
         )
     unit = samples.hidden[:, 0].float().square().mean(0).sqrt().clamp(min=1e-6)
-    found = _fit(samples, draft.embedding_weight.float() * draft.config.embedding_scale)
+    vanilla = draft.config.head_type == "vanilla"
+    found = _fit(samples, draft.embedding_weight.float() * draft.config.embedding_scale, tokens=vanilla)
     metric = _metric(draft, found.counts)
     first_heads = max(1, round(heads * 2 / 3))
     room = draft.config.hidden_size - 2
@@ -134,7 +135,7 @@ def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
         if index:
             layer.self_attn.o_proj.weight.zero_()
     draft.norm.weight.copy_(_PREDICTION * unit)
-    if draft.markov_head is not None and draft.markov_head.kind == "vanilla":
+    if vanilla:
         _set_head(draft.markov_head, draft.head_weight.float(), found, metric)
 
 
@@ -145,8 +146,11 @@ def _parts(samples: StartSamples) -> Iterator[slice]:
     return (slice(start, start + _CHUNK) for start in range(0, len(samples.features), _CHUNK))
 
 
-def _fit(samples: StartSamples, embedding: Tensor) -> _Predictor:
-    """Ridge regression of the hidden states on features and token; then what each token adds of its own."""
+def _fit(samples: StartSamples, embedding: Tensor, tokens: bool) -> _Predictor:
+    """Ridge regression of the hidden states on features and token; then what each token adds of its own.
+
+    Without ``tokens`` on the features alone, for drafts whose head cannot hold the tokens' part.
+    """
     count, width = samples.features.shape
     probe = samples.features[:: max(1, count // _CHUNK)].float()
     mean, deviation = probe.mean(0), probe.std(0) + 1e-6
@@ -164,7 +168,11 @@ def _fit(samples: StartSamples, embedding: Tensor) -> _Predictor:
         gram.addmm_(x.T, x)
         products.addmm_(x.T, samples.hidden[part, 0].float())
     ridge = _RIDGE * count
-    solved = torch.linalg.solve(gram + ridge * torch.eye(inputs, device=gram.device), products)
+    known = inputs if tokens else width + 1
+    solved = torch.zeros_like(products)
+    solved[:known] = torch.linalg.solve(
+        gram[:known, :known] + ridge * torch.eye(known, device=gram.device), products[:known]
+    )
     anchor, linear = solved[: width + 1], solved[width + 1 :] / scale
 
     residuals = torch.zeros_like(embedding)
@@ -172,8 +180,9 @@ def _fit(samples: StartSamples, embedding: Tensor) -> _Predictor:
     for part in _parts(samples):
         token = samples.tokens[part, 0]
         left = samples.hidden[part, 0].float() - standard(part) @ anchor - embedding[token] @ linear
-        residuals.index_add_(0, token, left)
         counts.index_add_(0, token, torch.ones_like(left[:, 0]))
+        if tokens:
+            residuals.index_add_(0, token, left)
     table = embedding @ linear + residuals / (counts + _TABLE_PRIOR)[:, None]
 
     weights = torch.tensor(SLOT_WEIGHTS[1:], device=table.device)
