@@ -18,6 +18,7 @@ from dspark_train.decoding.policies import (
     Threshold,
     capacity,
     causal_lengths,
+    convex_below,
     parse_policy,
     threshold_lengths,
     top_lengths,
@@ -228,3 +229,31 @@ def test_fixed_length_is_bounded_by_the_block() -> None:
 def test_a_curve_that_ends_too_early_is_refused() -> None:
     with pytest.raises(UserError, match="profile up to"):
         Scheduled(torch.ones(5)).start()(torch.ones(2, 3))
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=12))
+def test_the_convex_function_below_touches_and_never_exceeds(values: list[float]) -> None:
+    hull = convex_below(torch.tensor(values, dtype=torch.float64))
+    original = torch.tensor(values, dtype=torch.float64)
+    assert bool((hull <= original + 1e-12).all())
+    assert float(hull[0]) == values[0]
+    assert float(hull[-1]) == pytest.approx(values[-1])
+    if len(values) > 2:
+        assert float(hull.diff().diff().min()) > -1e-9
+    # it is the largest such: every corner is a point of the curve
+    bends = [
+        0,
+        *(i + 1 for i, bend in enumerate(hull.diff().diff().tolist()) if bend > 1e-9),
+        len(values) - 1,
+    ]
+    torch.testing.assert_close(hull[bends], original[bends])
+
+
+def test_a_step_in_the_costs_does_not_stop_the_scheduler() -> None:
+    """Rows 3 to 6 cost the same: the step to the third must not hide the rows behind it."""
+    costs = CostTable(
+        context=8, rows=(1, 2, 3, 6), seconds_median=(1.0, 1.05, 1.3, 1.3), seconds_p10=(1.0, 1.0, 1.2, 1.2),
+        seconds_p90=(1.0, 1.1, 1.4, 1.4), rows_per_request=6,
+    )  # fmt: skip
+    confidence = torch.tensor([[0.5, 0.5, 0.9, 0.9, 0.9]])
+    assert Scheduled(costs).start()(confidence).tolist() == [5]

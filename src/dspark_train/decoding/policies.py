@@ -14,6 +14,7 @@ looks at a step that is over.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,6 +162,31 @@ class Threshold:
         return lambda confidence: threshold_lengths(confidence, self.threshold)
 
 
+def convex_below(values: Tensor) -> Tensor:
+    """Largest convex function below ``values [n]`` at 0, 1, …, n − 1.
+
+    Costs rise in steps, where a kernel pads its rows. A scheduler that stops at the first row that does not pay would
+    stop before every step, however cheap the rows behind it; below the steps each row costs its share.
+    """
+    points = values.tolist()
+    corners: list[int] = []
+    for place, value in enumerate(points):
+        while len(corners) > 1:
+            first, second = corners[-2:]
+            if (points[second] - points[first]) * (place - first) < (value - points[first]) * (
+                second - first
+            ):
+                break
+            corners.pop()
+        corners.append(place)
+    hull = [points[0]] * len(points)
+    for first, second in itertools.pairwise(corners):
+        for place in range(first, second + 1):
+            share = (place - first) / (second - first)
+            hull[place] = points[first] + share * (points[second] - points[first])
+    return values.new_tensor(hull)
+
+
 class _Curves:
     """SPS curves by number of requests, made once each."""
 
@@ -176,6 +202,7 @@ class _Curves:
             curve = self.source
             if isinstance(curve, CostTable):
                 curve = curve.rounds_per_second(requests, rows)
+                curve = torch.cat([curve[:requests], 1 / convex_below(1 / curve[requests:])])
             if curve.numel() <= rows:
                 raise UserError(
                     f"the policy's throughput curve ends at {curve.numel() - 1} rows; {requests} requests of "
