@@ -231,6 +231,7 @@ def test_a_curve_that_ends_too_early_is_refused() -> None:
         Scheduled(torch.ones(5)).start()(torch.ones(2, 3))
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=12))
 def test_the_convex_function_below_touches_and_never_exceeds(values: list[float]) -> None:
     hull = convex_below(torch.tensor(values, dtype=torch.float64))

@@ -44,7 +44,8 @@ def test_every_logging_step_has_rate_norm_memory_and_shares(tmp_path: Path) -> N
         shares = [float(row[f"time/{part}"]) for part in PARTS]
         assert abs(sum(shares) - 1) < 1e-6
         assert min(shares) >= 0
-        assert float(row["tokens_per_second"]) > 0
+        tokens = float(row["tokens_per_second"]) * float(row["seconds_per_step"])
+        assert 8 * 12 <= tokens <= 8 * 40  # of a step: eight sequences
         assert float(row["memory_gib"]) > 0
         assert float(row["lr"]) > 0 or index == 2
         assert abs(float(row["grad_norm"]) / norms.values[2 * index + 1] - 1) < 1e-4

@@ -268,6 +268,12 @@ def test_float_batch_tensors_are_not_rounded() -> None:
     assert ExactPrecision("bf16-mixed").convert_input(batch)["weight"].dtype == torch.float32
 
 
+def test_muon_under_zero_is_refused(tmp_path: Path) -> None:
+    job = {"name": "muon", "strategy": "zero1", "module": {"optimizer": {"name": "muon"}}, **TEN}
+    with pytest.raises(AssertionError, match="muon needs whole matrices, which ZeRO cuts apart"):
+        launch(tmp_path, [job], 1)
+
+
 def test_what_zero_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ZeRO stage 4"):
         ZeroStrategy(stage=4)  # type: ignore[arg-type]

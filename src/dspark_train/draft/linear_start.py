@@ -135,7 +135,7 @@ def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
         if index:
             layer.self_attn.o_proj.weight.zero_()
     draft.norm.weight.copy_(_PREDICTION * unit)
-    if vanilla:
+    if vanilla and draft.markov_head is not None:
         _set_head(draft.markov_head, draft.head_weight.float(), found, metric)
 
 

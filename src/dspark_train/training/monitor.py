@@ -55,8 +55,9 @@ class StepClock:
 
 
 class StepMonitor(Callback):
-    """Logs, at every logging step: ``tokens_per_second`` (all ranks), ``lr``, ``grad_norm`` (before clipping),
-    ``memory_gib`` (peak of the GPU, or of the process), and ``time/<part>``, the share of each part of a step.
+    """Logs, at every logging step: ``tokens_per_second`` (all ranks), ``seconds_per_step``, ``lr``,
+    ``grad_norm`` (before clipping), ``memory_gib`` (peak of the GPU, or of the process), and ``time/<part>``, the share
+    of each part of a step.
 
     Nothing here synchronises with a GPU outside logging steps.
     """
@@ -131,7 +132,7 @@ class StepMonitor(Callback):
         self._mark("optimizer")
         if not self._is_due(trainer.global_step, trainer) or self._clock is None:
             return
-        self._logged_step = trainer.global_step
+        steps, self._logged_step = trainer.global_step - self._logged_step, trainer.global_step
         engine: Any = trainer.model
         if self._grad_norm is None and hasattr(engine, "get_global_grad_norm"):
             self._grad_norm = engine.get_global_grad_norm()
@@ -139,6 +140,7 @@ class StepMonitor(Callback):
         total = max(sum(seconds.values()), 1e-9)
         values: dict[str, float] = {
             "tokens_per_second": float(self._tokens) * trainer.world_size / total,
+            "seconds_per_step": total / max(1, steps),
             "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
             "memory_gib": peak_memory(pl_module.device) / 2**30,
         }

@@ -42,6 +42,8 @@ KNOWN_TARGETS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-14B": dict(zip(_FIELDS, (5120, 40, 40, 17408, False), strict=True)) | _QWEN3,
 }
 """Shapes of the recipes' targets, so that planning them needs no network."""
+ASSUMED_SAMPLES = 1_000_000
+"""Training sequences of a recipe whose data are not prepared yet: about what the paper trains on."""
 UTILISATION = 0.4
 """Share of the peak that the matrix products of such a step reach; an assumption, printed with the estimate."""
 
@@ -124,7 +126,8 @@ def make_plan(
         config: of the run (sections target, draft, objective, data, trainer).
         target: the target's Hugging Face ``config.json``.
         gpu: one of :data:`GPUS`, or None.
-        samples: training sequences, or None where unknown (steps then come from ``max_steps``).
+        samples: training sequences, or None where unknown (steps then come from ``max_steps``, or from
+            :data:`ASSUMED_SAMPLES`).
         length: mean tokens of a sequence.
         answer_share: share of them that is supervised.
     """
@@ -240,19 +243,18 @@ def ranks_of(trainer: dict[str, Any]) -> int:
 def count_steps(trainer: dict[str, Any], samples: int | None, batch: int) -> tuple[int, float, list[str]]:
     """Optimiser steps, epochs, and notes about what was assumed."""
     most, epochs = int(trainer.get("max_steps", -1) or -1), trainer.get("max_epochs")
+    notes = []
     if samples is None:
         if most > 0:
-            return (
-                most,
-                0.0,
-                ["the number of training sequences is unknown: give --samples for epochs and cache"],
-            )
-        raise UserError("the number of steps follows from the data: give --samples, or set trainer.max_steps")
+            note = "the number of training sequences is unknown: give --samples for epochs and cache"
+            return most, 0.0, [note]
+        samples = ASSUMED_SAMPLES
+        notes.append(f"the data are not prepared yet: {samples:,} training sequences assumed: give --samples")
     per_epoch = math.ceil(samples / batch)
     steps = per_epoch * int(epochs) if epochs else (most if most > 0 else per_epoch * 1000)
     if most > 0:
         steps = min(steps, most)
-    return steps, round(steps / per_epoch, 2), []
+    return steps, round(steps / per_epoch, 2), notes
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
