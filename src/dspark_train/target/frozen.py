@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dspark_train.errors import UserError
-from dspark_train.heap import keep_freed_memory
 from dspark_train.structures import TargetStates
 from dspark_train.target.config import TargetConfig, check_layer_ids, spread_layer_ids, text_config
 from dspark_train.target.embedded import NAME, embedded_target
@@ -56,7 +55,7 @@ class FrozenTarget:
     def load(
         cls, config: TargetConfig | str, device: torch.device | str | None = None, **options: Any
     ) -> FrozenTarget:
-        """Load the target that ``config`` names. On a CPU, freed memory is kept from then on (``heap.py``).
+        """Load the target that ``config`` names.
 
         Args:
             config: what to load, or just its name or path.
@@ -71,8 +70,6 @@ class FrozenTarget:
         if isinstance(config, str):
             config = TargetConfig(name_or_path=config, **options)
         chosen = torch.device(config.device if config.device != "auto" else device or default_device())
-        if chosen.type == "cpu":
-            keep_freed_memory()
         path = resolve_path(config)
         dtype = resolve_dtype(config.dtype, chosen)
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
