@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "dspark_train"
 ORDER = ("data", "target", "draft", "training", "calibration", "decoding", "evaluation", "interchange")
 SHARED = {"errors", "structures", "__init__"}
-COMMAND_LINE = {"cli", "fit", "heap", "parsing", "prepare", "__main__"}
+COMMAND_LINE = {"cli", "fit", "parsing", "prepare", "__main__"}
 ALLOWED = {("data", "target")}  # the data's cache lies beside the embedded target's
 
 

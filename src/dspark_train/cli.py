@@ -12,7 +12,6 @@ from typing import Any
 
 from dspark_train import __version__
 from dspark_train.errors import UserError
-from dspark_train.heap import use_huge_pages
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,6 @@ def quiet_libraries() -> None:
 
 def main() -> None:
     """Entry point: one clear line and status 2 for what the user can fix."""
-    use_huge_pages()
     try:
         run(sys.argv[1:])
     except UserError as error:
