@@ -83,7 +83,7 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     complete = data[: data.rfind(b"\n") + 1]
     if len(complete) < len(data):
         os.truncate(path, len(complete))
-    for line in complete.decode().splitlines():
+    for line in complete.decode().split("\n")[:-1]:
         row = json.loads(line)
         rows[row["id"]] = row
     return rows

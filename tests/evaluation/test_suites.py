@@ -40,6 +40,14 @@ def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
         read_jsonl(path)
 
 
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
+    """Unicode's own separators may stand unescaped inside a JSON text."""
+    text = "one\u2028two\u0085three"
+    path = tmp_path / "suite.jsonl"
+    path.write_text(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [prompt.turns for prompt in read_jsonl(path)] == [(text,)]
+
+
 def test_prompts_are_drawn_by_seed_and_name_in_order(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k.jsonl", [{"prompt": f"p{i}"} for i in range(50)])
     write(tmp_path / "mine.jsonl", [{"prompt": f"p{i}"} for i in range(50)])

@@ -133,7 +133,7 @@ def read_jsonl(path: Path, domain: str = "unknown") -> list[SuitePrompt]:
     if not path.is_file():
         raise UserError(f"suite file {path} does not exist")
     prompts: list[SuitePrompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

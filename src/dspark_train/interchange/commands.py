@@ -154,7 +154,7 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
     if not path.is_file():
         raise UserError(f"prompts {path}: no such file")
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
