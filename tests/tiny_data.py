@@ -71,3 +71,21 @@ def write_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     tiny_model(family, **overrides).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_recipe(folder: Path) -> dict[str, Any]:
+    """Write a tiny target and conversations into ``folder``; returns the sections of a config that name them."""
+    write_target(folder / "target")
+    write_rows(folder / "rows.jsonl", tiny_conversations(36))
+    return {
+        "seed_everything": 0,
+        "target": {"name_or_path": str(folder / "target"), "layer_ids": [0, 1, 2], "dtype": "float32"},
+        "data": {
+            "path": str(folder / "rows.jsonl"),
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "max_length": 64,
+            "num_anchors": 4,
+            "cache_dir": str(folder / "cache"),
+        },
+    }

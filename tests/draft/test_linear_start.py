@@ -32,9 +32,8 @@ class World:
             return torch.randn(*shape, generator=generator)
 
         width, size = 3 * target.hidden_size, target.hidden_size
-        with (
-            torch.no_grad()
-        ):  # as in real models, all embeddings have something in common, the mask's the least
+        # as in real models, all embeddings have something in common, the mask's the least
+        with torch.no_grad():
             target.embedding_weight[:96] += 0.5 * normal(size)
         self.offset, self.scale = 5 * normal(width), 0.5 + 3 * torch.rand(width, generator=generator)
         self.first = 40 * normal(width)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_data import tiny_conversations, write_rows, write_target
+from tiny_data import tiny_recipe
 
 from dspark_train.cli import main
 from dspark_train.draft.model import DSparkDraft
@@ -20,21 +20,10 @@ pytestmark = pytest.mark.end_to_end
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ready")
-    write_target(folder / "target")
-    write_rows(folder / "rows.jsonl", tiny_conversations(36))
     config = {
-        "seed_everything": 0,
-        "target": {"name_or_path": str(folder / "target"), "layer_ids": [0, 1, 2], "dtype": "float32"},
+        **tiny_recipe(folder),
         "draft": {"num_layers": 1, "block_size": 3, "markov_rank": 4},
         "optimizer": {"lr": 3e-3},
-        "data": {
-            "path": str(folder / "rows.jsonl"),
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
-            "max_length": 64,
-            "num_anchors": 4,
-            "cache_dir": str(folder / "cache"),
-        },
         "trainer": {
             "accelerator": "cpu",
             "precision": "32-true",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_data import tiny_conversations, write_rows, write_target
+from tiny_data import tiny_recipe
 
 pytestmark = pytest.mark.end_to_end
 
@@ -39,21 +39,10 @@ def fit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    write_target(folder / "target")
-    write_rows(folder / "rows.jsonl", tiny_conversations(36))
     (folder / "dying.py").write_text(DYING)
     config = {
-        "seed_everything": 0,
-        "target": {"name_or_path": str(folder / "target"), "layer_ids": [0, 1, 2], "dtype": "float32"},
+        **tiny_recipe(folder),
         "draft": {"num_layers": 1, "block_size": 3, "markov_rank": 4, "init": "linear"},
-        "data": {
-            "path": str(folder / "rows.jsonl"),
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
-            "max_length": 64,
-            "num_anchors": 4,
-            "cache_dir": str(folder / "cache"),
-        },
         "trainer": {
             "accelerator": "cpu",
             "devices": 2,

@@ -113,7 +113,7 @@ def _costs(opened: Run, batch_size: int) -> CostTable:
     from dspark_train.decoding.profile import measure_costs
 
     rows = batch_size * (opened.draft.config.block_size + 1)
-    room = getattr(opened.target.config, "max_position_embeddings", None) or 1024
+    room = opened.target.context_length or 1024
     table = measure_costs(
         opened.target,
         opened.draft,

@@ -147,7 +147,7 @@ class Decoder:
             raise UserError(
                 f"{len(prompts)} prompts, {len(limits)} limits and {len(stops)} stop lists do not match"
             )
-        context = getattr(self.target.config, "max_position_embeddings", None)
+        context = self.target.context_length
         made = []
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             ids = list(prompt)

@@ -65,7 +65,7 @@ def time_rounds(
     decoder = Decoder(target, draft, FixedLength(length))
     rounds = repetitions + warm_up
     growth = rounds * (length + 1) + 1
-    room = getattr(target.config, "max_position_embeddings", None)
+    room = target.context_length
     if room is not None and context + growth > room:
         raise UserError(
             f"profile: {context} tokens of context and {rounds} rounds of up to {length + 1} tokens do not fit into "

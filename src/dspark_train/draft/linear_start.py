@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dspark_train.draft.heads import SequentialHead
 from dspark_train.draft.layers import DraftAttention
+from dspark_train.draft.markov_start import set_factors
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 
@@ -142,6 +143,15 @@ def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
 # -- the predictor --------------------------------------------------------------------------------------------
 
 
+def _thin(values: Tensor) -> Tensor:
+    """About ``_CHUNK`` of them, evenly spread."""
+    return values[:: max(1, len(values) // _CHUNK)]
+
+
+def _ridge(gram: Tensor, products: Tensor, count: int) -> Tensor:
+    return torch.linalg.solve(gram + _RIDGE * count * torch.eye(len(gram), device=gram.device), products)
+
+
 def _parts(samples: StartSamples) -> Iterator[slice]:
     return (slice(start, start + _CHUNK) for start in range(0, len(samples.features), _CHUNK))
 
@@ -152,7 +162,7 @@ def _fit(samples: StartSamples, embedding: Tensor, tokens: bool) -> _Predictor:
     Without ``tokens`` on the features alone, for drafts whose head cannot hold the tokens' part.
     """
     count, width = samples.features.shape
-    probe = samples.features[:: max(1, count // _CHUNK)].float()
+    probe = _thin(samples.features).float()
     mean, deviation = probe.mean(0), probe.std(0) + 1e-6
 
     def standard(part: slice) -> Tensor:
@@ -167,12 +177,9 @@ def _fit(samples: StartSamples, embedding: Tensor, tokens: bool) -> _Predictor:
         x = torch.cat([standard(part), embedding[samples.tokens[part, 0]] / scale], dim=1)
         gram.addmm_(x.T, x)
         products.addmm_(x.T, samples.hidden[part, 0].float())
-    ridge = _RIDGE * count
     known = inputs if tokens else width + 1
     solved = torch.zeros_like(products)
-    solved[:known] = torch.linalg.solve(
-        gram[:known, :known] + ridge * torch.eye(known, device=gram.device), products[:known]
-    )
+    solved[:known] = _ridge(gram[:known, :known], products[:known], count)
     anchor, linear = solved[: width + 1], solved[width + 1 :] / scale
 
     residuals = torch.zeros_like(embedding)
@@ -191,7 +198,7 @@ def _fit(samples: StartSamples, embedding: Tensor, tokens: bool) -> _Predictor:
         left = samples.hidden[part, 1:].float() - table[samples.tokens[part, 1:]]
         products.addmm_(standard(part).T, (left * weights[:, None]).sum(1) / weights.sum())
     inner = gram[: width + 1, : width + 1]
-    masked = torch.linalg.solve(inner + ridge * torch.eye(width + 1, device=inner.device), products)
+    masked = _ridge(inner, products, count)
     return _Predictor(
         mean, deviation, inner[:width, :width] / count, anchor[:width], masked[:width], table, counts
     )
@@ -245,7 +252,7 @@ def _set_context(draft: DSparkDraft, samples: StartSamples, found: _Predictor, b
     draft.fc.weight.zero_()
     draft.fc.weight[: len(weight)] = weight.to(draft.fc.weight.dtype)
     draft.hidden_norm.weight.fill_(1.0)
-    probe = samples.features[:: max(1, len(samples.features) // _CHUNK)].float() @ weight.T
+    probe = _thin(samples.features).float() @ weight.T
     return float(probe.square().sum(1).div(draft.config.hidden_size).sqrt().mean()) / _CONTEXT_STIFFNESS
 
 
@@ -265,10 +272,10 @@ def _set_attention(draft: DSparkDraft, samples: StartSamples, first_heads: int) 
     attention: DraftAttention = draft.layers[0].self_attn
     norm, size = draft.layers[0].input_layernorm, attention.head_dim
     norm.weight.fill_(1.0)
-    tokens = samples.tokens[:: max(1, len(samples.tokens) // _CHUNK), 0]
+    tokens = _thin(samples.tokens)[:, 0]
     token = norm(draft.embed(tokens)).float()
     masked = norm(draft.embed(torch.full_like(tokens[:1], draft.config.mask_token_id))).float()
-    context = draft.context(samples.features[:: max(1, len(samples.features) // _CHUNK)]).float()
+    context = draft.context(_thin(samples.features)).float()
     first = draft.context(samples.first[None]).float()
 
     # high rotary frequencies tell near from far; low ones see every position alike
@@ -307,7 +314,4 @@ def _set_head(head: SequentialHead, rows: Tensor, found: _Predictor, metric: Ten
     w1[:, :rank] = found.table @ metric @ right
     w1[seen, :rank] = left * size / share
     w2[:, :rank] = rows @ torch.linalg.solve(metric, right)
-    # both factors of a rank get the same size, so that an optimiser treats them alike
-    ratio = w1[seen].square().mean(0).clamp(min=1e-12) / w2.square().mean(0).clamp(min=1e-12)
-    head.markov_w1.weight.copy_(w1 / ratio.pow(0.25))
-    head.markov_w2.weight.copy_(w2 * ratio.pow(0.25))
+    set_factors(head, w1, w2, w1[seen])

@@ -49,10 +49,20 @@ def start_from_bigrams(head: SequentialHead, previous: Tensor, following: Tensor
             left, values, right = torch.svd_lowrank(ratio * total.sqrt(), q=kept, niter=2)
         w1[seen, :kept] = left * values / total.sqrt()
         w2[:, :kept] = right
-    # both factors of a rank get the same size, so that an optimiser treats them alike
-    size = (w1.square().mean(0) / w2.square().mean(0).clamp(min=1e-12)).clamp(min=1e-12).pow(0.25)
-    w1, w2 = w1 / size, w2 * size
-    head.markov_w1.weight.copy_(w1)
-    head.markov_w2.weight.copy_(w2)
     pairs = (w1[seen] @ w2.T).log_softmax(-1)
+    set_factors(head, w1, w2, w1)
     return -float((pairs * counts).sum() / counts.sum())
+
+
+def set_factors(head: SequentialHead, w1: Tensor, w2: Tensor, seen: Tensor) -> None:
+    """Set both factors; each rank of both gets the same size, so that an optimiser treats them alike.
+
+    Args:
+        head: changed in place.
+        w1: ``[V, r]``.
+        w2: ``[U, r]``.
+        seen: rows of ``w1`` whose size counts.
+    """
+    size = (seen.square().mean(0) / w2.square().mean(0).clamp(min=1e-12)).clamp(min=1e-12).pow(0.25)
+    head.markov_w1.weight.copy_(w1 / size)
+    head.markov_w2.weight.copy_(w2 * size)

@@ -135,7 +135,7 @@ class Evaluation:
 
     def fits(self, ids: Sequence[int]) -> bool:
         """Whether the target's context holds a prompt and a whole answer."""
-        context = getattr(self.target.config, "max_position_embeddings", None)
+        context = self.target.context_length
         return context is None or len(ids) + self.max_new_tokens <= context
 
     def measure(self, method: Method, suite: Suite, prompt: SuitePrompt, temperature: float) -> Record:

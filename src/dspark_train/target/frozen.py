@@ -144,6 +144,11 @@ class FrozenTarget:
         return int(self.head_weight.shape[0])
 
     @property
+    def context_length(self) -> int | None:
+        """Positions that the target can hold; None where its config names no bound."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
         return self.head_weight.device
