@@ -27,11 +27,11 @@ from itertools import chain
 from pathlib import Path
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-COUNTS = {"math": 1230, "code": 850, "chat": 395, "instruction": 360}  # prompts per domain
+COUNTS = {"math": 1700, "code": 1480, "chat": 600, "instruction": 520}  # prompts per domain
 SEED = 20
 MAX_WORDS = 75
 ATTEMPTS = 12  # draws of one template before it is taken to be exhausted
-PER_TEMPLATE = 24  # most prompts that one template gives
+PER_TEMPLATE = 48  # most prompts that one template gives
 FRAME_SHARE = 0.4  # share of prompts with an opening, and with a closing, where the domain has some
 NEAR_DUPLICATE = 0.6  # highest Jaccard similarity of word 5-grams, names and numbers masked
 

@@ -123,6 +123,7 @@ def run(arguments: Sequence[str]) -> None:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}; --help lists the commands")
     quiet_libraries()
+    bound_memory()
     if name in ("fit", "validate"):
         resolve(COMMANDS[name])([name, *rest])
         return
@@ -138,6 +139,11 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
+
+
+def bound_memory() -> None:
+    """Keep oneDNN's compiled kernels few: one for every shape it meets, 1,024 of them, would take gigabytes."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
 def main() -> None:

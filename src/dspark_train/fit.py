@@ -18,6 +18,7 @@ import yaml
 from datasets.utils.logging import disable_progress_bar
 from huggingface_hub import utils as hub_progress
 from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -104,7 +105,11 @@ class DSparkCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add what every run has: the CSV of its metrics, and checkpoints that can be resumed."""
-        trainer = super().instantiate_trainer(**kwargs)
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+        except MisconfigurationException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"the settings under `trainer` do not work together: {reason}") from error
         others = [
             callback
             for callback in trainer.callbacks  # type: ignore[attr-defined]

@@ -1,64 +1,110 @@
-"""Packed linear layers: the same numbers, used only while they are active."""
+"""Packed linear layers: the same numbers, used only while they are entered."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import tiny_target
 from torch import nn
 
 from dspark_train.decoding.cache import RowLayout
-from dspark_train.decoding.packed import ROWS, packed_linears
+from dspark_train.decoding.packed import MOST, packed_linears, packed_product
 from dspark_train.decoding.target_pass import TargetPass
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="packing is MKL's")
+pytestmark = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="packing is FBGEMM's"
+)
 
 
-@pytest.mark.parametrize("rows", range(1, ROWS + 3))
+def half_target() -> nn.Module:
+    """A tiny target in float32 whose weights are half-precision numbers."""
+    target = tiny_target()
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            parameter.copy_(parameter.half().float())
+    return target
+
+
+@given(
+    rows=st.integers(1, MOST + 3),
+    out=st.integers(1, 40),
+    size=st.integers(1, 70),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_product_is_float32s(rows: int, out: int, size: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, size, generator=generator).bfloat16().float()
+    offset = torch.randn(out, generator=generator) if bias else None
+    x = torch.randn(2, rows, size, generator=generator)[1:]
+    product = packed_product(weight, offset)
+    assert product is not None
+    exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    # float32's rounding of sums of `size` terms, and not half precision's (1e-3)
+    bound = 4 * 2.0**-24 * size * x.abs().max() * weight.abs().max() + 1e-6
+    assert (product(x) - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda weight: weight + 1e-4 * torch.randn_like(weight),
+        lambda weight: weight * 1e6,
+        lambda weight: weight * 1e-6,
+        lambda weight: weight * float("nan"),
+        lambda weight: weight.bfloat16(),
+        lambda weight: weight[:, :0],
+    ],
+    ids=["full precision", "large", "small", "not a number", "bfloat16", "sharded away"],
+)
+def test_weights_that_would_change_stay(spoil) -> None:
+    weight = torch.randn(24, 32).bfloat16().float()
+    assert packed_product(weight) is not None
+    assert packed_product(spoil(weight)) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, MOST, MOST + 1])
 def test_packed_passes_equal_plain_ones(rows: int) -> None:
-    target = tiny_target()
+    target = half_target()
     ids = torch.arange(5, 5 + rows)
-    hidden = {}
-    for kind in ("packed", "plain"):
-        run = TargetPass(target, 2, 40, features=True)
-        if kind == "plain":
-            run._packed = None
-        with torch.inference_mode(), run:
-            run(torch.arange(40, 44), RowLayout([4], [0], CPU, first_slot=1))
-            hidden[kind] = run(ids, RowLayout([rows], [4], CPU, first_slot=1))
-    for mine, theirs in zip(hidden["packed"], hidden["plain"], strict=True):
-        assert mine.shape[0] == rows
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_idle_rows_never_pass_the_end_of_a_buffer() -> None:
-    target = tiny_target()
-    with torch.inference_mode(), TargetPass(target, 1, 6, features=False) as run:
-        hidden, _ = run(torch.arange(5, 10), RowLayout([5], [0], CPU))
-    expected = target.states(torch.arange(5, 10)[None]).last_hidden[0]
-    torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+    with torch.inference_mode(), TargetPass(target, 2, 60, features=True) as run:
+        run(torch.arange(40, 44), RowLayout([4], [0], CPU, first_slot=1))
+        hidden, features = run(ids, RowLayout([rows], [4], CPU, first_slot=1))
+        logits = target.lm_head(hidden)
+    whole = target.states(torch.cat([torch.arange(40, 44), ids])[None])
+    torch.testing.assert_close(hidden, whole.last_hidden[0, 4:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(features, whole.features[0, 4:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, target.lm_head(whole.last_hidden[0, 4:]), atol=1e-5, rtol=1e-5)
 
 
 def test_layers_are_as_before_afterwards() -> None:
-    target = tiny_target()
-    linears = [module for module in target.layers.modules() if isinstance(module, nn.Linear)]
+    target = half_target()
+    linears = [module for module in target.model.modules() if isinstance(module, nn.Linear)]
     with TargetPass(target, 1, 8, features=False):
         assert all("forward" in vars(module) for module in linears)
     assert not any("forward" in vars(module) for module in linears)
 
 
-def test_packing_is_done_once_and_again_when_weights_move() -> None:
-    target = tiny_target()
-    first = packed_linears(target)
-    assert first is not None
-    assert packed_linears(target) is first
-    linear = next(module for module in target.layers.modules() if isinstance(module, nn.Linear))
+def test_packing_is_done_once_and_again_when_weights_change() -> None:
+    model = half_target().model
+    first = packed_linears(model)
+    assert packed_linears(model) is first
+    linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
     linear.weight.data = linear.weight.data.clone()
-    assert packed_linears(target) is not first
-
-
-def test_other_dtypes_are_left_alone() -> None:
-    target = tiny_target()
-    target.model.to(torch.bfloat16)
-    assert packed_linears(target) is None
+    second = packed_linears(model)
+    assert second is not first
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    third = packed_linears(model)
+    assert third is not second
+    head = torch.ones(3, 4)
+    assert packed_linears(model, head) is not third
+    assert packed_linears(model, head) is packed_linears(model, head)
+    with torch.no_grad():
+        head.mul_(2)
+    x = torch.ones(1, 4)
+    assert packed_linears(model, head).head(x).tolist() == [[8.0] * 3]

@@ -132,6 +132,13 @@ def test_last_layer_as_a_tap(capsys, monkeypatch, tmp_path, ready) -> None:
     assert "last decoder layer" in line
 
 
+def test_trainer_settings_that_lightning_refuses(capsys, monkeypatch, tmp_path, ready) -> None:
+    more = ["--trainer.gradient_clip_algorithm", "sideways"]
+    line = refused(capsys, monkeypatch, arguments(ready, tmp_path / "run", *more))
+    assert "trainer" in line
+    assert "sideways" in line
+
+
 def test_head_that_cannot_work(capsys, monkeypatch, tmp_path, ready) -> None:
     line = refused(capsys, monkeypatch, arguments(ready, tmp_path / "run", "--draft.head", "none"))
     assert "markov_rank" in line

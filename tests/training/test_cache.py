@@ -70,6 +70,17 @@ def test_normalisers_are_known_exactly_where_a_slot_can_ask(tmp_path: Path) -> N
     torch.testing.assert_close(level[wanted], oracle[wanted])
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux what is mapped")
+def test_nothing_stays_mapped_between_batches(tmp_path: Path) -> None:
+    """A cache larger than the memory would otherwise count as the process's own."""
+    cache = build(tmp_path)
+    tokens = collate(STORE, list(range(len(STORE))))
+    states, level = cache.states(tokens, "cpu"), cache.logsumexp(tokens, "cpu")
+    assert states.features.any()
+    assert level.isfinite().any()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 def test_training_from_the_cache_equals_training_beside_the_target(tmp_path: Path, reduced: bool) -> None:
     """Two epochs; fp32 rounding of the target's padding is the only difference."""

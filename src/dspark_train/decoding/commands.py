@@ -105,10 +105,10 @@ def _policy(opened: Run, text: str, costs: Path | None, batch_size: int) -> tupl
         text = "scheduled"
     if text not in ("scheduled", "asynchronous"):
         return parse_policy(text), text
-    return parse_policy(text, costs or _costs(opened, batch_size)), text
+    return parse_policy(text, costs or costs_now(opened, batch_size)), text
 
 
-def _costs(opened: Run, batch_size: int) -> CostTable:
+def costs_now(opened: Run, batch_size: int) -> CostTable:
     """Costs measured on the spot, as far as a batch of this size needs them."""
     from dspark_train.decoding.profile import measure_costs
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,9 +33,6 @@ from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
-
-HEAD_ROWS = 2
-"""Rows of the LM head at a time in greedy decoding on a CPU: two cost as much memory traffic as one."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class Decoder:
         slots = max(1, min(batch_size, len(requests)))
         run = self.start(slots, length, seed)
         started = time.perf_counter()
-        with run.target:
+        with run:
             waiting = deque(requests)
             while waiting or run.active:
                 while waiting and len(run.active) < slots:
@@ -208,7 +207,7 @@ class Decoder:
 
 
 class ActiveRun:
-    """One run of a decoder: caches, active requests, rounds."""
+    """One run of a decoder: caches, active requests, rounds. A context manager; it runs only while entered."""
 
     def __init__(self, decoder: Decoder, slots: int, length: int, seed: int) -> None:
         self.decoder, self.rule = decoder, decoder.rule
@@ -224,6 +223,16 @@ class ActiveRun:
         self.rounds = RoundLog(decoder.block_size)
         self.watch = Stopwatch(self.device)
         self.timings = Timings()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self.target)
+        if self.draft is not None:
+            self._stack.enter_context(self.draft)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
     def join(self, requests: Sequence[Request], known: int = 0) -> None:
         """Give requests the next free slots: run their prompts in one pass and draw their first tokens.
@@ -313,8 +322,6 @@ class ActiveRun:
         self, hidden: Tensor, layout: RowLayout, proposed: Tensor, proposal: Proposal | None
     ) -> tuple[Tensor, Tensor]:
         """Accepted draft tokens ``[R]`` and the target's token after them ``[R]``."""
-        if self.rule.greedy and layout.single and self.device.type == "cpu":
-            return self._verify_row_by_row(hidden, proposed)
         with self.watch.part("target_head"):
             logits = self.decoder.target.lm_head(hidden)
         with self.watch.part("sampling"):
@@ -335,20 +342,6 @@ class ActiveRun:
                 lengths,
                 self.generator,
             )
-
-    def _verify_row_by_row(self, hidden: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
-        """Greedy verification of one request where looking at a result costs nothing.
-
-        The LM head, whose cost grows with its rows, runs on a few at a time and never beyond a rejection.
-        """
-        drafted = [*proposed[0, : hidden.shape[0] - 1].tolist(), -1]
-        for start in range(0, len(drafted), HEAD_ROWS):
-            with self.watch.part("target_head"):
-                best = self._best(self.decoder.target.lm_head(hidden[start : start + HEAD_ROWS])).tolist()
-            for row, token in enumerate(best, start):
-                if token != drafted[row]:
-                    return torch.tensor([row]), torch.tensor([token])
-        raise AssertionError("the row after the last draft token matches none")
 
     def _commit(
         self,

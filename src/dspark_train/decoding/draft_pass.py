@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dspark_train.decoding.cache import RaggedCache, RaggedStep, RowLayout
+from dspark_train.decoding.packed import packed_linears
 from dspark_train.decoding.sampling import SamplingRule, draw
 from dspark_train.draft.model import DSparkDraft
 
@@ -31,7 +33,10 @@ class Proposal:
 
 
 class DraftPass:
-    """A draft with the cached keys and values of every request's context. Block slots are never kept."""
+    """A draft with the cached keys and values of every request's context. Block slots are never kept.
+
+    While entered, the draft's products use packed weights where that is faster.
+    """
 
     def __init__(self, draft: DSparkDraft, slots: int, length: int) -> None:
         """Prepare.
@@ -46,6 +51,14 @@ class DraftPass:
         self.device = draft.fc.weight.device
         self.cache = RaggedCache(slots, length)
         self._token_ids = draft.draft_token_ids
+        self._packed = packed_linears(draft, draft.head_weight)
+
+    def __enter__(self) -> Self:
+        self._packed.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._packed.__exit__(*error)
 
     def append(self, features: Tensor, layout: RowLayout) -> None:
         """Add context: the target's features ``[S, m·d]`` at the rows of ``layout``.
@@ -94,7 +107,7 @@ class DraftPass:
             generator: source of randomness.
         """
         draft, head = self.draft, self.draft.markov_head
-        base = draft.base_logits(hidden)
+        base = draft.base_logits(hidden, self._packed.head)
         previous, state = anchors, None
         indices, tokens, distributions = [], [anchors], []
         for slot in range(hidden.shape[1]):

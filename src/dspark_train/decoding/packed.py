@@ -1,72 +1,96 @@
-"""Linear layers that are as fast for eight rows as for one, on a CPU.
+"""Linear layers that are as fast for a few rows as for one, on a CPU.
 
-A pass over one row reads every weight once and is bound by memory. A general matrix product of a few rows first
-copies each weight into the layout that its kernel wants, which costs more than the product. Here the copy is made
-once: verification of up to eight rows then costs little more than one decoding step. The copies take as much memory
-as the weights.
+A pass over one row reads every weight once and is bound by memory. A general matrix product of a few rows copies
+each weight into the layout that its kernel wants, which costs more than the product. Here the copy is made once, in
+half precision, which the kernel (FBGEMM's) widens as it reads: half the traffic, and float32 arithmetic. Weights
+trained or published in bfloat16, and held in float32, are half-precision numbers almost without exception, so
+the product is the same; a weight that is not stays as it is. The copies take half the memory of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark_train.target.frozen import FrozenTarget
-
-ROWS = 8
-"""Rows that the weights are packed for."""
-FEWEST = 3
-"""Passes of fewer rows are as fast with the weights as they are."""
+MOST = 32
+"""Rows up to which a packed product is the faster one."""
 
 _packed: WeakKeyDictionary[nn.Module, PackedLinears] = WeakKeyDictionary()
 
 
 class PackedLinears:
-    """Packed copies of the weights of a target's layers; while :meth:`active`, passes of ``ROWS`` rows use them."""
+    """Packed copies of weights; while entered, small products use them."""
 
-    def __init__(self, layers: nn.Module) -> None:
-        """Copy the weights of every linear layer below ``layers``."""
-        pack = torch.ops.mkl._mkl_reorder_linear_weight
-        self.modules = [module for module in layers.modules() if type(module) is nn.Linear]
-        self.forwards: list[Callable[[Tensor], Tensor]] = [
-            partial(_forward, module, pack(module.weight.detach(), ROWS)) for module in self.modules
-        ]
-        self.sources = [module.weight.data_ptr() for module in self.modules]
+    def __init__(self, owner: nn.Module, head: Tensor | None = None) -> None:
+        """Copy the weights of every linear layer of ``owner``, and ``head [V, d]``, that lose nothing by it."""
+        self.modules = [module for module in owner.modules() if type(module) is nn.Linear]
+        self.forwards = [packed_product(module.weight, module.bias) for module in self.modules]
+        self.head = None if head is None else packed_product(head)
+        """Product with the rows of the head; None where it is not packed."""
+        self._state = self._now(head)
 
-    @property
-    def stale(self) -> bool:
-        """Whether the weights have moved since they were copied."""
-        return self.sources != [module.weight.data_ptr() for module in self.modules]
+    def _now(self, head: Tensor | None) -> list[tuple[int, int]]:
+        weights = [module.weight for module in self.modules] + ([] if head is None else [head])
+        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+
+    def stale(self, head: Tensor | None) -> bool:
+        """Whether weights have moved or changed since they were copied."""
+        return self._state != self._now(head)
 
     def __enter__(self) -> None:
         for module, forward in zip(self.modules, self.forwards, strict=True):
-            module.forward = forward  # type: ignore[method-assign, assignment]
+            if forward is not None:
+                module.forward = forward  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *error: object) -> None:
         for module in self.modules:
-            del module.forward
+            vars(module).pop("forward", None)
 
 
-def _forward(module: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
-    if x.numel() != ROWS * x.shape[-1]:
-        return F.linear(x, module.weight, module.bias)
-    return torch.ops.mkl._mkl_linear(x, packed, module.weight, module.bias, ROWS)
-
-
-def packed_linears(target: FrozenTarget) -> PackedLinears | None:
-    """Packed weights of a target, made at the first call; None where they are of no use.
+def packed_linears(owner: nn.Module, head: Tensor | None = None) -> PackedLinears:
+    """Packed weights of a model, made at the first call and again where they have changed since.
 
     Args:
-        target: frozen target; only float32 on a CPU with MKL gains.
+        owner: whose linear layers.
+        head: ``[V, d]`` LM head where it is no layer of ``owner``.
     """
-    if target.device.type != "cpu" or target.dtype != torch.float32 or not torch.backends.mkl.is_available():
-        return None
-    known = _packed.get(target.model)
-    if known is None or known.stale:
-        known = _packed[target.model] = PackedLinears(target.layers)
+    known = _packed.get(owner)
+    if known is None or known.stale(head):
+        known = _packed[owner] = PackedLinears(owner, head)
     return known
+
+
+def packed_product(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor] | None:
+    """``x ↦ x Wᵀ + b`` with packed weights; None where they would not be the same numbers, or gain nothing.
+
+    Args:
+        weight: ``[out, in]``; only float32 on a CPU that FBGEMM supports gains.
+        bias: ``[out]``.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _has_fbgemm():
+        return None
+    # sharded over ranks, gathered only while its layer runs; or made so that changes go unnoticed
+    if weight.numel() == 0 or weight.is_inference():
+        return None
+    weight = weight.detach()
+    lost = torch.linalg.vector_norm(weight.half().float() - weight)
+    # less than float32 itself rounds; infinities of weights beyond half precision, and NaN, fail too
+    if not lost <= 2.0**-24 * torch.linalg.vector_norm(weight):
+        return None
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None if bias is None else bias.detach())
+    multiply = torch.ops.quantized.linear_dynamic_fp16
+
+    def product(x: Tensor) -> Tensor:
+        if x.numel() > MOST * x.shape[-1]:
+            return F.linear(x, weight, bias)
+        return multiply(x, packed)
+
+    return product
+
+
+def _has_fbgemm() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines

@@ -73,7 +73,7 @@ def time_rounds(
         )
     run = decoder.start(requests, context + growth, seed=0)
     samples: list[dict[str, float]] = []
-    with run.target:
+    with run:
         _fill(run, requests, context, growth)
         before = run.watch.read()
         for index in range(rounds):

@@ -28,12 +28,14 @@ class Recording:
         max_new_tokens: Longest answer, in tokens.
         batch_size: Requests decoded at once.
         seed: Of the sampling.
+        dtype: Of target and draft; None is float32 on a CPU, else the run's.
     """
 
     prompts: int = 64
     max_new_tokens: int = 128
     batch_size: int = 8
     seed: int = 0
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
 
     def __post_init__(self) -> None:
         if self.prompts < 1 or self.max_new_tokens < 2 or self.batch_size < 1:
@@ -106,6 +108,7 @@ class RecordedRounds:
             from dspark_train.target.frozen import default_device
             from dspark_train.training.run import load_run
 
-            # on a CPU float32 is exact and fastest; elsewhere what will be served
-            self._opened = load_run(self.run, "float32" if default_device().type == "cpu" else None)
+            # on a CPU float32 is exact, and fast for few requests; elsewhere what will be served
+            usual: Literal["float32"] | None = "float32" if default_device().type == "cpu" else None
+            self._opened = load_run(self.run, self.recording.dtype or usual)
         return self._opened

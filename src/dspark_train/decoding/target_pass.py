@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
 from dspark_train.decoding.cache import RaggedCache, RaggedStep, RowLayout
-from dspark_train.decoding.packed import FEWEST, ROWS, packed_linears
+from dspark_train.decoding.packed import packed_linears
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 
@@ -92,7 +91,7 @@ class TargetPass:
         self.cache = RaggedCache(slots, length)
         self._features = features
         self._tapped: dict[int, Tensor] = {}
-        self._packed = packed_linears(target)
+        self._packed = packed_linears(target.model)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -100,8 +99,7 @@ class TargetPass:
         before = config._attn_implementation
         config._attn_implementation = ATTENTION
         self._stack.callback(setattr, config, "_attn_implementation", before)
-        if self._packed is not None:
-            self._stack.enter_context(self._packed)
+        self._stack.enter_context(self._packed)
         if self._features:
             self._tapped = self._stack.enter_context(self.target.tap())
         return self
@@ -119,14 +117,6 @@ class TargetPass:
         Returns:
             Last hidden states ``[S, d]`` and, where collected, features ``[S, m·d]``.
         """
-        rows = ids.shape[0]
-        if (
-            self._packed is not None
-            and FEWEST <= rows < ROWS
-            and layout.end + ROWS - rows <= self.cache.length
-        ):
-            # idle rows after the last request's own: overwritten before anything looks there
-            ids, layout = F.pad(ids, (0, ROWS - rows)), layout.extended(ROWS - rows)
         output = self.target.decoder(
             input_ids=ids[None],
             position_ids=layout.position[None],
@@ -134,4 +124,4 @@ class TargetPass:
             ragged=RaggedStep(self.cache, layout),
         )
         features = self.target.concatenate(self._tapped)[0] if self._features else None
-        return output.last_hidden_state[0, :rows], None if features is None else features[:rows]
+        return output.last_hidden_state[0], features

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -188,9 +189,15 @@ class DSparkDraft(PreTrainedModel):
             raise ValueError("a parallel draft has no logit bias")
         return self.markov_head.markov_w2(latent)
 
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """``lm_head(h)``, soft-capped as the target's, without the sequential bias: ``[.., d] -> [.., U]``."""
-        logits = nn.functional.linear(hidden.to(self.head_weight.dtype), self.head_weight)
+    def base_logits(self, hidden: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """``lm_head(h)``, soft-capped as the target's, without the sequential bias: ``[.., d] -> [.., U]``.
+
+        Args:
+            hidden: states after the final norm.
+            product: a faster way to multiply by the head; None multiplies plainly.
+        """
+        hidden = hidden.to(self.head_weight.dtype)
+        logits = nn.functional.linear(hidden, self.head_weight) if product is None else product(hidden)
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if cap else logits
 

@@ -111,7 +111,7 @@ def estimate_cache(target: FrozenTarget, lengths: Iterable[int], storage: Storag
 
 
 class FeatureCache:
-    """States of samples seen before, read from mapped files."""
+    """States of samples seen before, read from files that are mapped only while a sample is read."""
 
     def __init__(self, folder: Path | str, identity: CacheIdentity, *, verify: bool = True) -> None:
         """Open a finished cache.
@@ -136,7 +136,7 @@ class FeatureCache:
                 "choose another folder, or delete it"
             )
         self.identity, self.tokens = identity, int(content["tokens"])
-        self._files: list[Any] = []
+        self._files: list[Path] = []
         self._index: dict[int, tuple[int, int, int]] = {}
         for number, shard in enumerate(content["shards"]):
             self._add(number, shard, verify)
@@ -145,13 +145,13 @@ class FeatureCache:
         path = self.folder / shard["file"]
         check_shard(path, shard, verify)
         try:
-            file = safe_open(str(path), framework="pt")
-            digests, starts = file.get_tensor("digest").tolist(), file.get_tensor("start").tolist()
+            with safe_open(str(path), framework="pt") as file:
+                digests, starts = file.get_tensor("digest").tolist(), file.get_tensor("start").tolist()
         except SafetensorError as error:
             raise UserError(
                 f"the cache shard {path} is damaged ({error}): delete it and build again"
             ) from error
-        self._files.append(file)
+        self._files.append(path)
         for digest, start, stop in zip(digests, starts[:-1], starts[1:], strict=True):
             self._index[digest] = (number, start, stop)
 
@@ -171,16 +171,18 @@ class FeatureCache:
         dtype = getattr(torch, self.identity.dtype)
         features = self._empty(tokens, (taps * size,), dtype, device)
         hidden = self._empty(tokens, (size,), dtype, device)
-        for row, (file, start, stop) in enumerate(self._places(tokens)):
-            features[row, : stop - start] = self._features(file, start, stop, dtype)
-            hidden[row, : stop - start] = file.get_slice("last_hidden")[start:stop]
+        for row, (path, start, stop) in enumerate(self._places(tokens)):
+            with safe_open(str(path), framework="pt") as file:
+                features[row, : stop - start] = self._features(file, start, stop, dtype)
+                hidden[row, : stop - start] = file.get_slice("last_hidden")[start:stop]
         return TargetStates(features.to(device, non_blocking=True), hidden.to(device, non_blocking=True))
 
     def logsumexp(self, tokens: TokenBatch, device: torch.device | str) -> Tensor:
         """``[B, T]`` fp32: log-sum-exp of the target's full logits; NaN where no slot can ask for it."""
         values = self._empty(tokens, (), torch.float32, device)
-        for row, (file, start, stop) in enumerate(self._places(tokens)):
-            values[row, : stop - start] = file.get_slice("logsumexp")[start:stop]
+        for row, (path, start, stop) in enumerate(self._places(tokens)):
+            with safe_open(str(path), framework="pt") as file:
+                values[row, : stop - start] = file.get_slice("logsumexp")[start:stop]
         return values.to(device, non_blocking=True)
 
     @staticmethod
@@ -190,7 +192,7 @@ class FeatureCache:
         pinned = torch.device(device).type == "cuda"
         return torch.zeros(*tokens.input_ids.shape, *shape, dtype=dtype, pin_memory=pinned)
 
-    def _places(self, tokens: TokenBatch) -> list[tuple[Any, int, int]]:
+    def _places(self, tokens: TokenBatch) -> list[tuple[Path, int, int]]:
         ids, places = tokens.input_ids.cpu().numpy(), []
         for row, length in enumerate(tokens.lengths.tolist()):
             place = self._index.get(digest_tokens(ids[row, :length]))
