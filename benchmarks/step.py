@@ -147,6 +147,7 @@ def main() -> None:
     cases: list[tuple[str, tuple[int, int, int], int | None, bool]] = [
         ("full vocabulary", base, None, False),
         (f"reduced vocabulary ({reduced:,})", base, reduced, False),
+        ("full vocabulary, cached features", base, None, True),
         ("reduced, cached features", base, reduced, True),
         ("half the anchors", (sequences, length, anchors // 2), reduced, False),
         ("twice the anchors", (sequences, length, anchors * 2), reduced, False),

@@ -23,7 +23,6 @@ class OptimizerConfig:
         muon_lr: peak learning rate of Muon, for updates scaled to AdamW's usual size.
         betas: of AdamW.
         eps: of AdamW.
-        muon_iterations: Newton-Schulz iterations of a Muon step. They take a fifth of a small draft's step; 4 serve.
         weight_decay: of both, decoupled.
         warmup: share of all steps during which the rate rises linearly from 0; a cosine then takes it to 0.
     """
@@ -33,7 +32,6 @@ class OptimizerConfig:
     muon_lr: float = 6e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    muon_iterations: int = 5
     weight_decay: float = 0.0
     warmup: float = 0.04
 
@@ -121,12 +119,7 @@ def build_optimizer(
     if config.name == "muon":
         matrices = [parameter for name, parameter in named if is_matrix(name, parameter)]
         others = [parameter for name, parameter in named if not is_matrix(name, parameter)]
-        muon = {
-            "lr": config.muon_lr,
-            "weight_decay": config.weight_decay,
-            "adjust_lr_fn": "match_rms_adamw",
-            "ns_steps": config.muon_iterations,
-        }
+        muon = {"lr": config.muon_lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         optimizer = MuonAdamW(matrices, others, muon, adamw)
     else:
         optimizer = AdamW([parameter for _, parameter in named], fused=True, **adamw)
