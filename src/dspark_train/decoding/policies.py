@@ -59,10 +59,14 @@ def top_lengths(survival: Tensor, count: Tensor | int) -> Tensor:
     Returns:
         ``[R]`` int64.
     """
-    values, request = _ranked(survival)
-    admitted = torch.arange(values.numel(), device=survival.device) < count
-    lengths = torch.zeros(survival.shape[0], dtype=torch.int64, device=survival.device)
-    return lengths.index_add_(0, request, admitted.to(torch.int64))
+    _, request = _ranked(survival)
+    return _prefixes(request, count, survival.shape[0])
+
+
+def _prefixes(request: Tensor, count: Tensor | int, requests: int) -> Tensor:
+    """Lengths ``[R]`` that hold the first ``count`` of the ranked pairs, given the request ``[R·γ]`` of each."""
+    admitted = torch.arange(request.numel(), device=request.device) < count
+    return request.new_zeros(requests).index_add_(0, request, admitted.to(torch.int64))
 
 
 def causal_lengths(survival: Tensor, steps_per_second: Tensor) -> Tensor:
@@ -78,10 +82,10 @@ def causal_lengths(survival: Tensor, steps_per_second: Tensor) -> Tensor:
     Returns:
         ``[R]`` int64.
     """
-    values, _ = _ranked(survival)
+    values, request = _ranked(survival)
     theta = _throughput(survival, values, steps_per_second)
     rising = theta[1:] > theta[:-1]
-    return top_lengths(survival, rising.to(torch.int64).cumprod(0).sum())
+    return _prefixes(request, rising.to(torch.int64).cumprod(0).sum(), survival.shape[0])
 
 
 def capacity(survival: Tensor, steps_per_second: Tensor) -> Tensor:
