@@ -6,10 +6,12 @@ import argparse
 import gc
 import inspect
 import logging
+import re
 import signal
 import sys
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +153,27 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     if not trainer.is_global_zero:
         return
     has_confidence = draft.confidence_head is not None
+    facts = data_facts(trainer)
     release(trainer, module)
-    update_run(folder, wall_seconds={"fit": round(time.monotonic() - STARTED, 1)}, **environment())
+    wall = {"fit": round(time.monotonic() - STARTED, 1)}
+    update_run(folder, wall_seconds=wall, data=facts, **environment())
     stages = list(config.run.after)
     if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
         print("calibrate is left out: this draft has no confidence head")
     run_stages(folder, stages, config.run.options)
     update_run(folder, finished=True)
+
+
+def data_facts(trainer: Trainer) -> dict[str, Any]:
+    """What the run was trained on, for ``run.json`` and the model card: file, fingerprint, counts of each split."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    manifest = data.prepared.manifest
+    return {
+        "file": Path(data.path).name,
+        "fingerprint": manifest.fingerprint,
+        "splits": {name: asdict(counts) for name, counts in manifest.splits.items()},
+    }
 
 
 def release(trainer: Trainer, module: DSparkModule) -> None:
@@ -210,9 +225,11 @@ def main(arguments: ArgsType) -> None:
     """Run ``fit`` or ``validate``.
 
     Args:
-        arguments: command line, subcommand first.
+        arguments: command line, subcommand first. ``--init_from`` is short for ``--model.init_from``.
     """
     quiet()
+    if isinstance(arguments, list):
+        arguments = [re.sub(r"^--init_from(?==|$)", "--model.init_from", word) for word in arguments]
     DSparkCLI(
         DSparkModule,
         DSparkDataModule,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dspark_train.data.collect import CollectOptions, Deduplicate, Filters, collect
 from dspark_train.data.options import SplitShares
 from dspark_train.data.regenerate import Generate, Regenerate, regenerate
-from dspark_train.data.sources import Source
+from dspark_train.data.sources import Source, count_rows
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,12 +82,12 @@ def prepare(
     output.mkdir(parents=True, exist_ok=True)
     encoder = (
         _encoder(target, tokenization)
-        if "tokenize" in wanted or _needs_encoder(wanted, regeneration)
+        if "tokenize" in wanted or _needs_encoder(wanted, regeneration, target)
         else None
     )
     result = output / "collected.jsonl"
     if "collect" in wanted:
-        with _progress("collect", "rows") as bar:
+        with _progress("collect", "rows", _total_rows(sources)) as bar:
             result = collect(options, output, lambda rows: bar(rows, None))
     if "regenerate" in wanted:
         _require(result, "collect")
@@ -96,6 +96,7 @@ def prepare(
                 result,
                 output,
                 regeneration,
+                target=target,
                 encoder=encoder,
                 generate=None if regeneration.servers else in_process(str(target), regeneration),
                 progress=lambda conversations, _tokens: bar(conversations, None),
@@ -122,13 +123,19 @@ def prepare(
         stats(output / "tokenized")
 
 
-def _needs_encoder(stages: Sequence[Stage], regeneration: Regenerate) -> bool:
-    return "regenerate" in stages and not regeneration.servers
+def _needs_encoder(stages: Sequence[Stage], regeneration: Regenerate, target: str | None) -> bool:
+    """Answering in this process takes the tokenizer; with servers it checks their counts, if it is known."""
+    return "regenerate" in stages and (not regeneration.servers or target is not None)
 
 
 def _require(path: Path, stage: str) -> None:
     if not path.exists():
         raise UserError(f"{path} does not exist: run the stage {stage!r} first")
+
+
+def _total_rows(sources: Sequence[Source]) -> int | None:
+    counts = [count_rows(source) for source in sources]
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def _lines(path: Path) -> int:

@@ -132,6 +132,39 @@ def test_fingerprint_names_everything(
     assert len(found) == len(variants)
 
 
+def test_fingerprint_names_the_code_version(
+    conversations_file: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint() -> str:
+        digest = file_digest(conversations_file)
+        return build.new_manifest(conversations_file, digest, chatml, BuildOptions(), None).fingerprint
+
+    before = fingerprint()
+    monkeypatch.setattr(build, "TOKENIZE_VERSION", build.TOKENIZE_VERSION + 1)
+    assert fingerprint() != before
+
+
+def test_examples_of_one_conversation_share_its_split(
+    conversations_file: Path, tmp_path: Path, build_tokenizer: Callable[..., Any]
+) -> None:
+    template = (  # the first header names the number of messages: no turn continues another one's text
+        "{{ messages | length - (messages[-1].role == 'assistant') }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [json.loads(line) for line in conversations_file.read_text().splitlines()]
+    source = tmp_path / "unsplit.jsonl"
+    source.write_text("".join(json.dumps({"id": r["id"], "messages": r["messages"]}) + "\n" for r in rows))
+    options = BuildOptions(max_length=500, shares=SplitShares(0.3, 0.3))
+    prepared = build_set(source, tmp_path / "set", build_tokenizer(template), options)
+    places: dict[str, list[str]] = {}
+    for split in prepared.manifest.splits:
+        for name in prepared.split(split).column("conversation").tolist():
+            places.setdefault(name, []).append(split)
+    assert sorted(map(len, places.values())) == sorted(len(row["messages"]) // 2 for row in rows)
+    assert all(len(set(splits)) == 1 for splits in places.values())
+    assert {splits[0] for splits in places.values() if len(splits) > 1} == {"train", "calibration", "heldout"}
+
+
 def test_damaged_sets_are_refused(conversations_file: Path, tmp_path: Path, chatml: Any) -> None:
     prepared = build_set(conversations_file, tmp_path / "set", chatml, BuildOptions(max_length=100))
     file = tmp_path / "set" / prepared.manifest.files["train"][0]

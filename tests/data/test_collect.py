@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_train.data.collect import CollectOptions, Deduplicate, Filters, collect
-from dspark_train.data.conversations import BadConversation, assign_split
+from dspark_train.data.conversations import BadConversation, assign_split, conversation_from_row
 from dspark_train.data.options import SplitShares
-from dspark_train.data.sources import Source, conversation_of, read_source
+from dspark_train.data.sources import Source, conversation_of, count_rows, read_source
 from dspark_train.errors import UserError
 
 
@@ -63,6 +63,24 @@ def read(row: Any, **options: Any) -> list[tuple[str, Any]]:
             [("system", "s"), ("user", "a\n\nc"), ("assistant", "b")],
         ),
         ({"question": "a"}, {}, [("user", "a")]),
+        (
+            {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]},
+            {"columns": {"messages": "chosen"}},
+            [("user", "a")],
+        ),
+        (
+            {"system": "s", "conversations": [{"from": "human", "value": "a"}]},
+            {},
+            [("system", "s"), ("user", "a")],
+        ),
+        (
+            {
+                "system": "s",
+                "messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "a"}],
+            },
+            {},
+            [("system", "own"), ("user", "a")],
+        ),
         (
             {
                 "text": "<|im_start|>user\na\n<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\n"
@@ -117,12 +135,108 @@ def test_tokens_tools_domain_and_split_are_read() -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "content is not valid Unicode"),
         ({"prompt": "", "response": "x"}, "empty prompt"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "do not fit"),
+        ({"input_ids": ["1", "2"], "loss_mask": [0, 1]}, "input_ids is not a list of whole numbers"),
+        ({"input_ids": [1, 2**40], "loss_mask": [0, 1]}, "input_ids is not a list of whole numbers"),
+        ({"input_ids": 3, "loss_mask": 3}, "row cannot be read"),
+        ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "unknown role"),
+        (pair("a") | {"tools": "weather"}, "tools are not a list"),
+        (pair("a") | {"tools": {"name": "weather"}}, "tools are not a list of objects"),
+        ({"messages": [{"role": "user", "content": "a"}], "turns": [3]}, "row cannot be read"),
+        ({"turns": [{"prompt_ids": [1], "answer_ids": "x"}]}, "answer_ids is not a list of whole numbers"),
+        ({"prompt_ids": [1], "answer_ids": [2], "template": "x"}, "template is not an object"),
         (pair("a") | {"split": "dev"}, "unknown split"),
     ],
 )
 def test_bad_rows(row: Any, reason: str) -> None:
     with pytest.raises(BadConversation, match=reason):
         conversation_of(row, Source("x.jsonl"), "x.jsonl:1")
+
+
+KEYS = [
+    "messages",
+    "conversations",
+    "prompt",
+    "response",
+    "system",
+    "tools",
+    "split",
+    "id",
+    "domain",
+    "input_ids",
+    "loss_mask",
+    "turns",
+    "prompt_ids",
+    "answer_ids",
+    "template",
+]
+TURN_KEYS = st.sampled_from(["role", "content", "from", "value", "prompt_ids", "answer_ids", "tool_calls"])
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just("user")),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TURN_KEYS, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5),
+    st.sampled_from(["auto", "messages", "conversations", "pairs", "prompts", "tokens"]),
+)
+def test_no_row_stops_a_run(row: dict[str, Any], kind: Any) -> None:
+    source = Source("x.jsonl", format=kind)
+    for read_one in (lambda: conversation_of(row, source, "w"), lambda: conversation_from_row(row, "w")):
+        try:
+            conversation = read_one()
+        except BadConversation:
+            continue
+        assert conversation.messages or conversation.exact
+        Filters().apply(conversation)
+
+
+def test_rows_that_cannot_be_written_go_to_the_side_file(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_bytes(
+        b'{"prompt": "a"}\n'
+        b'{"prompt": "b", "domain": "\xff"}\n'  # no UTF-8
+        b'{"prompt": "c", "domain": "\\ud800"}\n'
+        b'{"prompt": ' + b"1" * 5000 + b"}\n" + b"[" * 100_000 + b"\n"
+    )
+    out = collect(CollectOptions([Source(str(tmp_path / "s.jsonl"))], max_error_share=0.9), tmp_path)
+    assert [row["messages"][0]["content"] for row in rows_of(out)] == ["a"]
+    reasons = [row["reason"] for row in rows_of(tmp_path / "collected.bad.jsonl")]
+    assert reasons == ["row cannot be written as JSON"] * 2 + ["line is not JSON"] * 2
+
+
+def test_hub_ids_are_read_with_subset_split_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(path: str, name: str | None, **options: Any) -> list[Any]:
+        asked.append((path, name, options))
+        if path == "no/where":
+            raise ValueError("no such data set")
+        return [pair("a"), pair("b")]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(read_source(Source("some/data", subset="main", split="test", revision="abc"))) == [
+        ("some/data:1", pair("a")),
+        ("some/data:2", pair("b")),
+    ]
+    assert asked == [("some/data", "main", {"split": "test", "revision": "abc", "streaming": True})]
+    with pytest.raises(UserError, match=r"no/where: cannot be read from the hub .no such data set"):
+        list(read_source(Source("no/where")))
+    assert count_rows(Source("some/data")) is None
+
+
+def test_rows_are_counted_before_they_are_read(tmp_path: Path) -> None:
+    rows = [pair(f"question {index}") for index in range(7)]
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "a.jsonl", rows)
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "folder" / "b.parquet")
+    for name, count in (("folder/a.jsonl", 7), ("folder/b.parquet", 7), ("folder", 14)):
+        assert count_rows(Source(str(tmp_path / name))) == count
+        assert count_rows(Source(str(tmp_path / name), limit=3)) == 3
+    (tmp_path / "broken.parquet").write_text("PAR")
+    assert count_rows(Source(str(tmp_path / "broken.parquet"))) is None
+    with pytest.raises(UserError, match="is no sound Parquet file"):
+        list(read_source(Source(str(tmp_path / "broken.parquet"))))
 
 
 def test_files_folders_and_saved_sets_give_the_same_rows(tmp_path: Path) -> None:
@@ -275,10 +389,24 @@ def test_interrupted_collect_goes_on_with_the_next_source(
     with pytest.raises(KeyboardInterrupt):
         collect(options, tmp_path / "cut")
     assert not (tmp_path / "cut" / "collected.jsonl").exists()
-    assert collect(options, tmp_path / "cut").read_bytes() == whole
+    told: list[int] = []
+    assert collect(options, tmp_path / "cut", told.append).read_bytes() == whole
+    assert (told[0], sum(told)) == (90, 140)  # what was read before counts as read
     assert calls == ["math", "chat", "chat"]
     with pytest.raises(UserError, match="collected by another recipe"):
         collect(CollectOptions(sources, size=4), tmp_path / "cut")
+
+
+def test_files_that_changed_since_are_noticed(tmp_path: Path) -> None:
+    options = CollectOptions([Source(write(tmp_path / "s.jsonl", [pair("one"), pair("two")]))])
+    out = collect(options, tmp_path)
+    assert collect(options, tmp_path) == out
+    write(tmp_path / "s.jsonl", [pair("one"), pair("six")])
+    with pytest.raises(UserError, match="from files that have changed since"):
+        collect(options, tmp_path)
+    out.unlink()
+    with pytest.raises(UserError, match=r"holds parts .* of files that have changed since"):
+        collect(options, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,22 @@ def test_stats_count_what_the_set_holds(conversations_file: Path, tmp_path: Path
     assert "truncated to max_length" in shown
     for domain in ("math", "code", "chat"):
         assert domain in shown
+    assert "bad: null content" not in shown
+    tally = {"rows": 309, "kept": 300, "bad": 2, "bad: null content": 2, "left out: duplicate": 7}
+    (tmp_path / "collected.json").write_text(json.dumps({"sources": {"0:x": tally, "1:y": tally}}))
+    (tmp_path / "regenerated.json").write_text(
+        json.dumps({"answered": 9, "failed": 3, "failed: no valid answer": 3})
+    )
+    console = Console(file=io.StringIO(), width=200)
+    print_stats(console, tmp_path / "set", 7, 4, tmp_path / "plot.png")
+    table = [line.split() for line in console.file.getvalue().replace("│", " ").splitlines()]
+    for row in (
+        "collect bad: null content 4",
+        "collect left out: duplicate 14",
+        "regenerate failed: no valid answer 3",
+    ):
+        assert row.split() in table
+    assert not any(row[:2] == ["regenerate", "answered"] for row in table)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -64,6 +80,10 @@ def test_prepare_runs_its_stages_and_says_what_is_missing(
         commands.prepare(tmp_path / "a", [], target)
     with pytest.raises(UserError, match="no tokenizer can be loaded"):
         commands.prepare(tmp_path / "a", [source], str(tmp_path / "nowhere"))
+    for stage in ("collect", "tokenize"):  # one by one
+        commands.prepare(tmp_path / "b", [source], target, stages=[stage])
+    assert "300/300" in capsys.readouterr().out
+    assert PreparedSet(tmp_path / "b" / "tokenized").manifest.conversations == 300
     for _ in range(2):  # the second run finds everything done
         commands.prepare(tmp_path / "a", [source], target)
         assert "240" in capsys.readouterr().out  # training examples
@@ -98,3 +118,21 @@ def test_prepare_lets_a_target_answer_in_this_process(
         alone = decoder.run(decoder.requests([turn["prompt_ids"]], 6, None))
         assert alone.tokens == [turn["answer_ids"]]
         assert store[index].input_ids.tolist() == turn["prompt_ids"] + turn["answer_ids"]
+
+
+@pytest.mark.parametrize("chosen", [None, 0.9])
+def test_sampling_in_this_process_is_the_targets_own_unless_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: float | None
+) -> None:
+    from dspark_train.decoding import decoder
+    from dspark_train.decoding.sampling import SamplingRule
+
+    target = write_target(tmp_path / "target")
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (target / "generation_config.json").write_text(json.dumps(own))
+    rules: list[SamplingRule] = []
+    monkeypatch.setattr(decoder, "Decoder", lambda target, rule: rules.append(rule))
+    commands.in_process(str(target), Regenerate(temperature=chosen))
+    assert rules == [SamplingRule(chosen or 0.6, 20, 0.95)]
+    with pytest.raises(UserError, match=r"min_p is not known in this process"):
+        commands.in_process(str(target), Regenerate(min_p=0.1))

@@ -282,6 +282,43 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(
     assert '"parameters"' in tokenizer.decode(example.input_ids)
 
 
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_tool_calls_over_several_turns(build_tokenizer: Any, turns: int) -> None:
+    tokenizer = build_tokenizer(TOOLS)
+    cities = ["Paris", "Rome", "Oslo", "Lima", "Bonn"][:turns]
+    messages, expected = [], []
+    for city, answer in zip(cities, ANSWERS, strict=False):
+        call = {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+        messages += [user(f"how is {city}?"), assistant(None, tool_calls=[call])]
+        messages += [{"role": "tool", "content": f"{city} is hot"}, assistant(answer)]
+        said = f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+        expected += [said + "<|im_end|>", answer + "<|im_end|>"]
+    [example] = ConversationEncoder(tokenizer, max_length=10_000).encode(Conversation("c", messages))
+    assert spans(example, tokenizer) == expected
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_dropped_thinking_over_several_turns(encoder: Any, turns: int) -> None:
+    build, tokenizer = encoder("drops_earlier_thinking")
+    said = [f"<think>\nhmm {index}\n</think>\n\n{ANSWERS[index]}" for index in range(turns)]
+    messages = [m for index, text in enumerate(said) for m in (user(f"why {index}?"), assistant(text))]
+    examples = build.encode(Conversation("c", messages))
+    assert [spans(example, tokenizer) for example in examples] == [[text + "<|im_end|>"] for text in said]
+    for example in examples:
+        assert tokenizer.decode(example.input_ids).count("<think>") == 1
+
+
+def test_a_template_of_another_model_is_counted(build_tokenizer: Any) -> None:
+    template = SHAPES["chatml"].template.replace("<|im_", "<|turn_")  # no tokens of this tokenizer
+    build = ConversationEncoder(build_tokenizer(template), max_length=1000)
+    [example] = build.encode(Conversation("c", chat(2)))
+    assert spans(example, build.tokenizer) == ["hello there", "yes"]
+    assert build.counts["the template ends turns with no special token of the tokenizer"] == 1
+    sound = ConversationEncoder(build_tokenizer(SHAPES["chatml"].template), max_length=1000)
+    sound.encode(Conversation("c", chat(2)))
+    assert not sound.counts
+
+
 def test_reasoning_field_is_supervised(build_tokenizer: Any) -> None:
     template = SHAPES["chatml"].template.replace(
         "{{ m.content }}",

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dspark_train.data.conversations import conversation_from_row
-from dspark_train.data.regenerate import AnswerFile, Regenerate, regenerate
+from dspark_train.data.conversations import DroppedConversation, conversation_from_row
+from dspark_train.data.regenerate import AnswerFile, Regenerate, regenerate, request_key
 from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.errors import UserError
 
@@ -29,8 +29,18 @@ class FakeServer:
     ``garbage``, ``empty``, ``stall``, ``drop`` or None.
     """
 
-    def __init__(self, fault: Fault | None = None, *, tokens: bool = False, reasoning: bool = False) -> None:
+    def __init__(
+        self,
+        fault: Fault | None = None,
+        *,
+        tokens: bool = False,
+        reasoning: bool = False,
+        inline: str = "",
+        calls: bool = False,
+    ) -> None:
         self.fault, self.tokens, self.reasoning = fault or (lambda number, body: None), tokens, reasoning
+        self.inline, self.calls = inline, calls
+        self.active = self.most_active = 0
         self.requests = 0
         self.answered: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
@@ -60,7 +70,11 @@ class FakeServer:
                     number = outer.requests
                     outer.bodies.append(body)
                     outer.authorized.add(self.headers.get("Authorization"))
+                    outer.active += 1
+                    outer.most_active = max(outer.most_active, outer.active)
                 fault = outer.fault(number, body)
+                with lock:
+                    outer.active -= 1
                 if fault is None:
                     with lock:
                         outer.answered[json.dumps(body["messages"])] += 1
@@ -89,11 +103,18 @@ class FakeServer:
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
         said = json.dumps([body["messages"], body["seed"]])
         content = "answer " + hashlib.sha256(said.encode()).hexdigest()[:6]
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message: dict[str, Any] = {"role": "assistant", "content": self.inline + content}
+        if self.calls:
+            function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+            message |= {
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": function}],
+            }
         if self.reasoning:
             message["reasoning_content"] = "let me think"
         long = "long" in body["messages"][-1]["content"]
-        choice = {"message": message, "finish_reason": "length" if long else "stop"}
+        reason = "tool_calls" if self.calls else "length" if long else "stop"
+        choice = {"message": message, "finish_reason": reason}
         reply = {"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
         if self.tokens:
             choice["token_ids"] = [7, 8, 9]
@@ -170,8 +191,34 @@ def test_every_turn_is_answered_on_the_regenerated_history(
         assert not any("someone else" in message["content"] for message in row["messages"])
         assert json.dumps(row["messages"][:-1]) in server.answered
         assert row["stop"] == ["stop"] * (1 + index % 3)
+        assert row["usage"] == [{"prompt_tokens": 5, "completion_tokens": 3}] * (1 + index % 3)
         conversation_from_row(row, "w")
     assert set(server.answered.values()) == {1}
+
+
+def test_requests_in_flight_are_bounded(serve: Any, collected: Path, tmp_path: Path) -> None:
+    def slow(number: int, body: dict[str, Any]) -> None:
+        time.sleep(0.02)
+
+    servers = serve(slow), serve(slow)
+    regenerate(collected, tmp_path, options(*servers, concurrency=3))
+    assert all(1 < server.most_active <= 3 for server in servers)
+
+
+def test_answers_of_another_target_are_not_taken(serve: Any, collected: Path, tmp_path: Path) -> None:
+    regenerate(collected, tmp_path, options(serve()), target="one")
+    same, other = serve(), serve()
+    regenerate(collected, tmp_path, options(same), target="one")
+    assert same.requests == 0
+    regenerate(collected, tmp_path, options(other), target="two")
+    assert other.requests == 60
+
+
+def test_template_arguments_of_a_row_are_part_of_its_hash() -> None:
+    row = {"id": "c", "messages": [{"role": "user", "content": "a"}]}
+    thinking = row | {"template": {"enable_thinking": True}}
+    keys = [request_key(conversation_from_row(each, "w"), Regenerate(), "t") for each in (row, thinking, row)]
+    assert keys[0] == keys[2] != keys[1]
 
 
 FAULTS: dict[str, Fault] = {
@@ -203,6 +250,13 @@ def test_one_dead_server_of_two(serve: Any, collected: Path, tmp_path: Path) -> 
     rows = rows_of(regenerate(collected, tmp_path, options(dead, alive)))
     assert len(rows) == 30
     assert dead.requests == 0
+
+
+def test_a_server_that_keeps_failing_is_left_alone(serve: Any, collected: Path, tmp_path: Path) -> None:
+    failing, sound = serve(lambda number, body: "500"), serve()
+    quick = options(failing, sound, concurrency=2, dead_after=2, revive_after=60.0)
+    assert len(rows_of(regenerate(collected, tmp_path, quick))) == 30
+    assert 2 <= failing.requests <= 3  # the second one of two in flight may fail after the server is dead
 
 
 def test_a_dead_server_is_taken_back(serve: Any, collected: Path, tmp_path: Path) -> None:
@@ -324,6 +378,52 @@ def test_thinking(serve: Any, collected: Path, tmp_path: Path, keep: bool) -> No
     assert row["messages"][1].get("reasoning_content") == ("let me think" if keep else None)
     assert ("turns" in row) is keep
     assert row["template"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    ("inline", "left"),
+    [("<think>\nhm\n</think>\n\n", "answer"), ("hm\n</think>\n\n", "answer"), ("<think>\nhm ", "")],
+)
+def test_thinking_within_the_content(
+    serve: Any, collected: Path, tmp_path: Path, keep: bool, inline: str, left: str
+) -> None:
+    server = serve(inline=inline, tokens=True)
+    [row, *_] = rows_of(regenerate(collected, tmp_path, options(server, keep_thinking=keep)))
+    assert ("turns" in row) is keep
+    said = row["messages"][1]["content"]
+    assert said.startswith(inline) if keep else said[: len("answer")] == left
+
+
+def test_an_answer_cut_while_thinking_gives_nothing_to_train_on(
+    serve: Any, tmp_path: Path, chatml: Any
+) -> None:
+    path = tmp_path / "collected.jsonl"
+    path.write_text(json.dumps({"id": "c", "messages": [{"role": "user", "content": "a long one"}]}) + "\n")
+    server = serve(inline="<think>\nhm ")
+    [row] = rows_of(regenerate(path, tmp_path, options(server, keep_thinking=False)))
+    assert (row["messages"][1]["content"], row["finished"]) == ("", False)
+    with pytest.raises(DroppedConversation, match="the answer is empty"):
+        ConversationEncoder(chatml, max_length=1000).encode(conversation_from_row(row, "w"))
+
+
+def test_a_tool_call_ends_the_conversation_and_is_kept(serve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "collected.jsonl"
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": text} for text in ("weather?", "thanks")]
+    row = {
+        "id": "c",
+        "tools": tools,
+        "messages": [messages[0], {"role": "assistant", "content": "x"}, messages[1]],
+    }
+    path.write_text(json.dumps(row) + "\n")
+    server = serve(calls=True)
+    [row] = rows_of(regenerate(path, tmp_path, options(server)))
+    assert server.bodies[0]["tools"] == row["tools"] == tools
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    assert row["messages"] == [messages[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert row["stop"] == ["tool_calls"]
+    assert conversation_from_row(row, "w").finished
 
 
 def test_sampling_is_the_targets_own_unless_set(

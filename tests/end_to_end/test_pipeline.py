@@ -55,7 +55,9 @@ def run(ready: Path) -> Path:
 def test_a_run_holds_everything(run: Path) -> None:
     for name in ("config.yaml", "run.json", "metrics.csv", "decode.json", "calibration.json", "report.html"):
         assert (run / name).is_file(), name
-    assert json.loads((run / "run.json").read_text())["finished"] is True
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["finished"] is True
+    assert facts["data"]["splits"]["train"]["supervised"] > 0
     assert list((run / "trainer").glob("*.ckpt"))
     assert list((run / "traces").glob("*.safetensors"))
     header = (run / "metrics.csv").read_text().splitlines()[0].split(",")

@@ -184,6 +184,13 @@ def test_two_drafts_of_one_name_are_refused(folders: dict[str, Path]) -> None:
         evaluate_run(options(folders, drafts=[f"tiny={folders['parallel']}"]))
 
 
+def test_weights_that_can_run_code_are_never_opened(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folders["parallel"] / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(UserError, match=r"no model\.safetensors; other weight files are never opened"):
+        evaluate_run(options(folders, drafts=[f"other={tmp_path}"]))
+
+
 def test_command_writes_table_and_the_report_shows_it(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

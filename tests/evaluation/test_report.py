@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dspark_train.errors import UserError
 from dspark_train.evaluation import readers, text
@@ -104,6 +105,27 @@ def test_summary_shows_the_numbers_of_the_files(run_folder: Path) -> None:
     assert values["Peak memory"] == "3.76 GB"
     assert next(fact for fact in page.facts if fact.label == "Identical output").good is True
     assert "on all 40 prompts" in page.summary
+
+
+def test_keys_in_a_configuration_never_reach_a_page(copy: Path, tmp_path: Path) -> None:
+    before = run_page(RunFolder.load(copy)).sections[-1].listing
+    assert before == (copy / "config.yaml").read_text()  # comments and order are kept where nothing is hidden
+    other = Path(shutil.copytree(copy, tmp_path / "other"))
+    secrets = {
+        "api_key": "plain-secret",
+        "tags": ["hf_AbCdEfGhIjKlMnOpQrSt"],
+        "Authorization": "Bearer sesame",
+    }
+    config = yaml.safe_load(before) | {"logger": secrets, "mirror": "https://me:opensesame@host/data"}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config) + "# hf_ZzYyXxWwVvUuTtSsRrQq\n")
+    run = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(run | {"machine": "of ghp_AbCdEfGhIjKlMnOpQr"}))
+    pages = [write_report(copy), write_comparison([copy, other], tmp_path / "comparison.html")]
+    for page in pages:
+        html = page.read_text()
+        assert "(left out)" in html
+        for secret in ("plain-secret", "hf_", "sesame", "ghp_"):
+            assert secret not in html
 
 
 def test_output_that_differs_is_said_plainly(copy: Path) -> None:

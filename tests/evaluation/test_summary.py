@@ -15,6 +15,7 @@ from dspark_train.evaluation.page import render
 from dspark_train.evaluation.records import Record, RecordFile, count_trace
 from dspark_train.evaluation.suite_section import suites_section
 from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.evaluation.tables import evaluation_markdown
 from dspark_train.structures import DecodingTrace
 
 METHODS = [
@@ -134,9 +135,40 @@ def test_table_becomes_a_section_of_the_report() -> None:
     assert section is not None
     assert section.tables[0].rows[0][:2] == ["gsm8k", "math"]
     assert suites_section("suites", {"results": []}) is None
+    positions = section.figures[-1].table
+    assert positions is not None
+    assert positions.rows == [
+        ["draft", "gsm8k", "50.0\u202f%", "80.0\u202f%"],
+        ["other", "gsm8k", "50.0\u202f%", "80.0\u202f%"],
+    ]
     from dspark_train.evaluation.page import Page
 
     assert "gsm8k" in render(Page("t", "k", "", sections=[section]))
+
+
+def test_domains_positions_and_calibration_are_shown_by_suite() -> None:
+    suites = ("gsm8k", "mt-bench", "alpaca")
+    records = [record(m, i, suite=s) for s in suites for m in ("plain", "draft", "b") for i in range(2)]
+    sure = [
+        [1.0, 0.0, 4.0, 3.0, 2.0],
+        [2.0, 0.0, 4.0, 2.0, 2.0],
+    ]  # off by 1/4 at one position, right at the other
+    records = [dataclasses.replace(r, bins=sure) if r.method == "draft" else r for r in records]
+    table = summarise(records, METHODS, {}, BOOT)
+    section = suites_section("suites", table)
+    assert section is not None
+    tau = section.tables[0].rows
+    assert [row[0] for row in tau] == ["gsm8k", "mt-bench", "alpaca", "all chat", "macro average"]
+    error = next(t for t in section.tables if t.caption.startswith("Calibration error"))
+    assert error.header == ["Suite", "Domain", "draft"]
+    assert {row[2] for row in error.rows} == {"12.5\u202f%"}
+    positions = section.figures[-1].table
+    assert positions is not None
+    assert [row[:2] for row in positions.rows[:4]] == [["draft", name] for name in (*suites, "macro average")]
+    kinds = [{**method, "kind": method["key"]} for method in METHODS]
+    text = evaluation_markdown(table | {"methods": kinds})
+    assert "| mt-bench | draft | 50.0\u202f% | 80.0\u202f% | 12.5\u202f% |" in text
+    assert "| mt-bench | other | 50.0\u202f% | 80.0\u202f% | – |" in text
 
 
 def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:

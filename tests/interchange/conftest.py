@@ -34,10 +34,9 @@ def make_target() -> Callable[..., FrozenTarget]:
     def make(family: str = "qwen3", **overrides: Any) -> FrozenTarget:
         import transformers
 
-        config_class = getattr(
-            transformers, f"{ {'qwen3': 'Qwen3', 'llama': 'Llama', 'gemma2': 'Gemma2'}[family] }Config"
-        )
-        model_class = getattr(transformers, config_class.__name__.removesuffix("Config") + "ForCausalLM")
+        name = family.capitalize()
+        config_class = getattr(transformers, "Gemma3TextConfig" if family == "gemma3" else f"{name}Config")
+        model_class = getattr(transformers, f"{name}ForCausalLM")
         torch.manual_seed(3 + len(family))
         config = config_class(**{**SIZES, "tie_word_embeddings": False, **overrides})
         model = model_class(config).float()

@@ -18,7 +18,9 @@ from dspark_train.calibration.report import calibrate_traces, write_report
 from dspark_train.cli import run as command_line
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
-from dspark_train.interchange.model_card import redact
+from dspark_train.evaluation.records import Record
+from dspark_train.evaluation.redaction import redact
+from dspark_train.evaluation.summary import Bootstrap, summarise
 from dspark_train.interchange.temperature import fit_single, single_temperature
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
@@ -138,6 +140,43 @@ def test_numbers_of_decoding_reach_the_card(run: Path) -> None:
     card = (run / "export" / "native" / "README.md").read_text()
     for shown in ("## Measured", "2.718", "1.57×", "| 12 |", "0.811", "0.544", "| math | 3.141 |"):
         assert shown in card
+
+
+def test_suites_reach_the_card_by_position(run: Path) -> None:
+    records = [
+        Record("draft", 0.0, suite, i, "math", 21, 1.0, 10, 20 + 3 * (suite == "own"), [10, 5], [5, 4])
+        for suite in ("gsm8k", "own")
+        for i in range(2)
+    ]
+    (run / "evaluation").mkdir()
+    table = summarise(records, [{"key": "draft", "label": "this draft"}], {}, Bootstrap(resamples=50))
+    (run / "evaluation" / "suites.json").write_text(json.dumps(table))
+    command_line(["export", str(run)])
+    card = (run / "export" / "native" / "README.md").read_text()
+    assert "## Benchmark suites" in card
+    assert "| own | math | 2.30 (2.30 to 2.30) |" in card
+    assert "| this draft | own | 50.0\u202f% | 80.0\u202f% |" in card
+
+
+def test_data_that_the_run_names_reach_the_card(run: Path) -> None:
+    command_line(["export", str(run)])
+    assert "## Data" not in (run / "export" / "native" / "README.md").read_text()
+    facts = {"conversations": {"train": 3707, "heldout": 288}, "token": SECRET}
+    (run / "run.json").write_text(json.dumps({"data": facts}))
+    command_line(["export", str(run)])
+    card = (run / "export" / "native" / "README.md").read_text()
+    assert "| conversations.train | 3707 |" in card.partition("## Data")[2]
+    assert SECRET not in card
+
+
+def test_an_engine_that_cannot_serve_the_draft_is_named_first(
+    run: Path, make_draft: Callable[..., DSparkDraft], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_draft("rnn").save(run / "draft")
+    command_line(["export", str(run)])
+    printed = capsys.readouterr().out
+    assert printed.index("vanilla heads only, not rnn") < printed.index("wrote ")
+    assert printed.count("vanilla heads only, not rnn") == 1
 
 
 def test_one_temperature_is_folded_and_its_cost_is_said(

@@ -96,7 +96,7 @@ def test_published_dflash_drafts_are_a_start_only(native: Path, target: FrozenTa
     result = import_folder(source, tmp_path / "in", target)
     assert result.layout == "dflash"
     assert result.read_back is None
-    assert any("--init_from" in note for note in result.notes)
+    assert any("--model.init_from" in note for note in result.notes)
     assert any("block_size 5 counts the anchor: 4 draft tokens" in note for note in result.notes)
     with pytest.raises(UserError, match="sample_from_anchor"):
         DSparkDraft.load(tmp_path / "in")
@@ -144,6 +144,33 @@ def test_a_draft_of_a_same_shaped_target_is_found_out_by_its_copies(
     other = make_target("llama")
     with pytest.raises(UserError, match=r"(embed_tokens|lm_head)\.weight of the draft differs"):
         import_folder(native, tmp_path / "in", other)
+
+
+def test_an_import_that_fails_the_comparison_leaves_nothing(
+    native: Path, target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dspark_train.interchange import importing
+
+    def swapped(checkpoint: Any) -> Any:
+        config, tensors = original(checkpoint)
+        name = "layers.0.mlp.up_proj.weight"
+        return config, {**tensors, name: tensors[name].flip(0)}
+
+    original = importing.to_native
+    monkeypatch.setattr(importing, "to_native", swapped)
+    with pytest.raises(UserError, match="gives another draft"):
+        import_folder(native, tmp_path / "in", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+def test_frozen_copies_are_nan_until_they_are_loaded(
+    make_draft: Callable[..., DSparkDraft], native: Path
+) -> None:
+    new = DSparkDraft(make_draft("vanilla").config)
+    for name, value in new.named_parameters():
+        frozen = name in ("embed_tokens.weight", "lm_head.weight")
+        assert bool(value.isnan().all() if frozen else value.isfinite().all()), name
+    assert all(bool(value.isfinite().all()) for value in DSparkDraft.load(native).parameters())
 
 
 def test_missing_rope_settings_come_from_the_target(
@@ -194,6 +221,26 @@ def test_the_same_kind_of_draft_is_taken_whole(native: Path, make_draft: Callabl
     assert report.fresh == []
     stored = load_file(native / "model.safetensors")
     assert all(torch.equal(value, stored[name]) for name, value in parameters(draft).items())
+
+
+def test_specforge_drafts_are_a_start_too(
+    native: Path, make_draft: Callable[..., DSparkDraft], tmp_path: Path
+) -> None:
+    source = as_specforge(native, tmp_path / "specforge")
+    draft = make_draft("vanilla")
+    for parameter in draft.parameters():
+        parameter.data.zero_()
+    report = warm_start(draft, source)
+    assert (report.layout, report.fresh) == ("specforge", [])
+    stored = load_file(source / "model.safetensors")
+    assert all(torch.equal(value, stored[name]) for name, value in parameters(draft).items())
+
+
+def test_other_rope_settings_are_said(native: Path, make_draft: Callable[..., DSparkDraft]) -> None:
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    report = warm_start(make_draft("vanilla", rope_parameters=linear), native)
+    assert any("rope settings were" in note and "'factor': 4.0" in note for note in report.notes)
+    assert not any("rope" in note for note in warm_start(make_draft("vanilla"), native).notes)
 
 
 def test_rows_of_another_vocabulary_are_copied_by_token(

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import read_header, read_specs
 from dspark_train.interchange.detect import detect, read_draft
+from dspark_train.interchange.engines import VERSIONS, Engine, problems
 from dspark_train.interchange.export import TargetWeights, export_draft
 
 Edit = Callable[[dict[str, Any]], None]
@@ -24,6 +27,12 @@ Edit = Callable[[dict[str, Any]], None]
 def folder(make_draft: Callable[..., Any], target_weights: TargetWeights, tmp_path: Path) -> Path:
     export_draft(make_draft("vanilla"), target_weights, tmp_path / "draft")
     return tmp_path / "draft"
+
+
+@pytest.fixture
+def reduced_folder(make_draft: Callable[..., Any], target_weights: TargetWeights, tmp_path: Path) -> Path:
+    export_draft(make_draft("vanilla", 20), target_weights, tmp_path / "reduced", "speculators")
+    return tmp_path / "reduced"
 
 
 def edit_config(folder: Path, **values: Any) -> None:
@@ -54,6 +63,13 @@ def header_file(path: Path, header: Any, data: bytes = b"") -> Path:
             "not a safetensors file",
         ),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 9, "truncated or padded"),
+        (
+            {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"},
+            b"\0" * 8,
+            "overlap or leave gaps",
+        ),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"\0" * 8, "overlap or leave gaps"),
+        (b"[" * 100_000, b"", "not JSON"),
         ({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4, "malformed"),
         (b"[1]", b"", "not a JSON object"),
         (b"\xff\xfe", b"", "not JSON"),
@@ -128,6 +144,13 @@ def test_missing_shards_and_doubled_tensors_are_refused(tmp_path: Path) -> None:
         ({"block_size": 0}, "block_size 0"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "only full_attention"),
         ({"use_sliding_window": True}, "only full_attention"),
+        ({"layer_types": [["full_attention"]]}, "only full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rotary_factor 0.25"),
+        ({"rope_parameters": [1e4]}, "rope_parameters .* expected an object"),
+        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn'; expected an object"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta '1e4'"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta -1"),
         ({"intermediate_size": 64}, "has shape"),
         ({"markov_head_type": "gated"}, "gate_proj.weight is missing"),
         ({"enable_confidence_head": False}, "confidence_head.proj.bias is unexpected"),
@@ -138,6 +161,59 @@ def test_configurations_that_do_not_fit_are_refused(folder: Path, values: dict[s
     edit_config(folder, **values)
     with pytest.raises(UserError, match=said):
         read_draft(folder)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_a_configuration_holds_the_answer_is_a_line(
+    folder: Path, reduced_folder: Path, data: st.DataObject
+) -> None:
+    folder = data.draw(st.sampled_from([folder, reduced_folder]))
+    path = folder / "config.json"
+    written = path.read_text()
+    name = data.draw(st.sampled_from(sorted(json.loads(written))))
+    edit_config(folder, **{name: data.draw(json_values)})
+    try:
+        read_draft(folder)  # fields that shape nothing may hold anything
+    except UserError:
+        pass
+    finally:
+        path.write_text(written)
+
+
+@pytest.mark.parametrize(
+    ("values", "vllm", "sglang"),
+    [
+        ({}, "", ""),
+        ({"markov_rank": 0, "markov_head_type": "none"}, "markov_rank 0", "markov_rank 0"),
+        ({"markov_head_type": "gated"}, "vanilla heads only, not gated", ""),
+        ({"markov_head_type": "rnn"}, "vanilla heads only, not rnn", ""),
+        ({"head_dim": 48}, "head_dim 48", ""),
+        ({"sample_from_anchor": False}, "samples from the anchor", "samples from the anchor"),
+        ({"mask_token_id": 53}, "mask_token_id 53", "mask_token_id 53"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'", "rope_type 'longrope'"),
+        ({"final_logit_softcapping": 30.0}, "caps at 30.0", "caps at 30.0"),
+        ({"embedding_scale": 8.0}, "", "scales its embeddings by 8"),
+        ({"draft_vocab_size": 20}, "", "no reduced draft vocabulary"),
+        ({"hidden_act": "gelu"}, "", "silu only, not gelu"),
+    ],
+)
+def test_what_an_engine_cannot_serve_is_named(
+    folder: Path, values: dict[str, Any], vllm: str, sglang: str
+) -> None:
+    config = {**read_draft(folder).config, **values}
+    expected: dict[Engine, str] = {"vllm": vllm, "sglang": sglang}
+    for engine, said in expected.items():
+        found = problems(config, engine)
+        assert len(found) == (1 if said else 0)
+        assert all(said in line and line.startswith(VERSIONS[engine]) for line in found)
 
 
 def test_a_missing_or_foreign_tensor_is_named(folder: Path) -> None:

@@ -116,6 +116,49 @@ def test_export_and_import_give_the_same_draft(
         torch.testing.assert_close(returned.confidence_logits, original.confidence_logits, rtol=0, atol=1e-6)
 
 
+FAMILIES: list[tuple[str, dict[str, Any], tuple[ExportFormat, ...]]] = [
+    ("llama", {"tie_word_embeddings": True}, ("native", "speculators", "sglang")),
+    ("mistral", {"sliding_window": None}, ("native", "speculators", "sglang")),
+    ("qwen3", {"tie_word_embeddings": True}, ("native", "speculators", "sglang")),
+    (
+        "gemma2",
+        {"tie_word_embeddings": True, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
+        ("native",),
+    ),
+    ("gemma3", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}, ("native", "speculators")),
+]
+"""Family of the target, its settings, and the layouts that hold its drafts."""
+
+
+@pytest.mark.parametrize(("family", "settings", "layouts"), FAMILIES, ids=[name for name, *_ in FAMILIES])
+def test_drafts_of_every_family_come_back_exactly(
+    make_target: Callable[..., FrozenTarget],
+    make_draft: Callable[..., DSparkDraft],
+    tmp_path: Path,
+    family: str,
+    settings: dict[str, Any],
+    layouts: tuple[ExportFormat, ...],
+) -> None:
+    target = make_target(family, **settings)
+    draft = make_draft(
+        "vanilla",
+        of=target,
+        embedding_scale=target.embedding_scale,
+        final_logit_softcapping=target.logit_softcap,
+    )
+    (before, original) = passes(draft)
+    for layout in layouts:
+        export_draft(draft, TargetWeights.of(target), tmp_path / layout, layout)
+        import_folder(tmp_path / layout, tmp_path / f"{layout}-in", target)
+        loaded = DSparkDraft.load(tmp_path / f"{layout}-in")
+        loaded.borrow(target)
+        (after, returned) = passes(loaded.eval())
+        assert torch.equal(before, after)
+        assert torch.equal(original.hidden, returned.hidden)
+        assert original.confidence_logits is not None
+        assert torch.equal(original.confidence_logits, returned.confidence_logits)
+
+
 @pytest.mark.parametrize("head", ["gated", "rnn"])
 def test_a_head_that_vllm_cannot_load_is_refused_or_named(
     make_draft: Callable[..., DSparkDraft], target_weights: TargetWeights, tmp_path: Path, head: str
@@ -135,9 +178,29 @@ def test_dflash_holds_no_head_and_says_who_cannot_serve_it(
         export_draft(make_draft("vanilla"), target_weights, tmp_path / "a", "dflash")
     with pytest.raises(UserError, match="no reduced vocabulary"):
         export_draft(make_draft("none", 20), target_weights, tmp_path / "a", "dflash")
+    with pytest.raises(UserError, match=r"no soft-cap, and this target caps its logits at 5\.0"):
+        export_draft(
+            make_draft("none", final_logit_softcapping=5.0), target_weights, tmp_path / "a", "dflash"
+        )
+    assert not (tmp_path / "a").exists()
     result = export_draft(make_draft("none"), target_weights, tmp_path / "b", "dflash")
+    assert "format dflash holds no confidence head: it was left out" in result.notes
     assert "sample_from_anchor" in result.warnings[0]
     assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+
+
+def test_warnings_come_before_anything_is_written(
+    make_draft: Callable[..., DSparkDraft], target_weights: TargetWeights, tmp_path: Path
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def warn(line: str) -> None:
+        seen.append((line, len(list(tmp_path.iterdir()))))
+
+    export_draft(make_draft("rnn"), target_weights, tmp_path / "out", warn=warn)
+    assert len(seen) == 1
+    assert "vanilla heads only, not rnn" in seen[0][0]
+    assert seen[0][1] == 0
 
 
 def test_shards_are_cut_at_the_limit_and_read_back(

@@ -100,7 +100,8 @@ class FakeServer:
 
             def reply(self, body: dict[str, Any]) -> None:
                 if fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}":
-                    return self.send(401, b"who are you?")
+                    given = str(self.headers.get("Authorization")).removeprefix("Bearer ")
+                    return self.send(401, f"who are you? not {given}".encode())
                 if self.path == "/metrics":
                     return self.send(200, fake.metrics().encode())
                 found = fake.answer(self.path, body)
@@ -211,6 +212,9 @@ def test_what_the_user_can_fix_is_said(
 ) -> None:
     with pytest.raises(UserError, match="expected http://host:port"):
         Server("localhost:8000")
+    with pytest.raises(UserError, match="holds credentials") as refused:
+        Server("http://me:sesame@localhost:8000/v1")
+    assert "sesame" not in str(refused.value)
     with pytest.raises(UserError, match="is the server running"):
         Server("http://127.0.0.1:9", timeout_seconds=2).engine()
     with pytest.raises(UserError, match="the environment has no SERVER_KEY"):
@@ -233,10 +237,13 @@ def test_keys_are_sent_and_never_shown(
     with FakeServer("vllm", target, draft, key="sesame-4711").run() as url:
         with pytest.raises(UserError, match="answers 401") as refused:
             Server(url).engine()
+        monkeypatch.setenv("WRONG_KEY", "swordfish-4711")
+        with pytest.raises(UserError, match=r"who are you\? not \(left out\)") as echoed:
+            Server(url, key_variable="WRONG_KEY").engine()
         server = Server(url, key_variable="SERVER_KEY")
         served = ask(server, PROMPTS[:1], 6)
     tokens, trace = own_rounds(target, draft, PROMPTS[:1], 6)
     shown = "\n".join(side_by_side(compare(served, tokens, trace))) + json.dumps(
         to_json(compare(served, tokens, trace))
     )
-    assert "4711" not in shown + str(refused.value) + capsys.readouterr().out
+    assert "4711" not in shown + str(refused.value) + str(echoed.value) + capsys.readouterr().out

@@ -231,10 +231,10 @@ def _read_shard(shard: _Shard) -> Iterator[tuple[str, Conversation | BadConversa
             where = f"{shard.source.name}:{number}"
             try:
                 yield where, conversation_from_row(json.loads(line), where)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                yield where, BadConversation("line is not JSON", str(error))
             except BadConversation as error:
                 yield where, error
+            except (ValueError, RecursionError) as error:
+                yield where, BadConversation("line is not JSON", str(error))
 
 
 def _run_shard(

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from dspark_train.data.conversations import BadConversation, Conversation, assign_split, conversation_from_row
-from dspark_train.data.files import read_json, write_json
+from dspark_train.data.files import file_digest, read_json, write_json
 from dspark_train.data.options import SplitShares
-from dspark_train.data.sources import Source, conversation_of, read_source
+from dspark_train.data.sources import Source, conversation_of, files_of, read_source
 from dspark_train.errors import UserError
 
 
@@ -166,14 +166,21 @@ def collect(options: CollectOptions, folder: Path, progress: Callable[[int], Non
             give.
     """
     out, parts = folder / "collected.jsonl", folder / "collect"
-    state = {"options": json.loads(json.dumps(asdict(options), default=str))}
+    files = {str(file): file_digest(file) for source in options.sources for file in files_of(source)}
+    state = {"options": json.loads(json.dumps(asdict(options), default=str)), "files": files}
     if out.exists():
-        if read_json(folder / "collected.json").get("options") == state["options"]:
+        if state.items() <= ({"files": files} | read_json(folder / "collected.json")).items():
             return out
-        raise UserError(f"{out} was collected by another recipe: choose another output folder, or remove it")
+        raise UserError(
+            f"{out} was collected by another recipe, or from files that have changed since: choose another "
+            "output folder, or remove this one"
+        )
     parts.mkdir(parents=True, exist_ok=True)
     if read_json(parts / "options.json") not in ({}, state):
-        raise UserError(f"{parts} holds parts of another recipe: choose another output folder, or remove it")
+        raise UserError(
+            f"{parts} holds parts of another recipe, or of files that have changed since: choose another "
+            "output folder, or remove it"
+        )
     write_json(parts / "options.json", state)
     duplicates = Deduplicator(options.deduplicate)
     counts: dict[str, dict[str, int]] = {}
@@ -184,16 +191,18 @@ def collect(options: CollectOptions, folder: Path, progress: Callable[[int], Non
             for _, kept in _read(done):
                 duplicates.add(kept)
             counts[f"{index}:{source.name}"] = read_json(tally)
+            if progress:
+                progress(counts[f"{index}:{source.name}"].get("rows", 0))
         else:
             tallied = _collect_source(source, options, duplicates, done, progress)
             write_json(tally, tallied)
             os.replace(f"{done}.tmp", done)
             counts[f"{index}:{source.name}"] = dict(tallied)
-    files = [parts / f"{index:03d}.jsonl" for index in range(len(options.sources))]
-    chosen = _mix(files, options)
-    _write_mixture(files, chosen, out)
+    collected = [parts / f"{index:03d}.jsonl" for index in range(len(options.sources))]
+    chosen = _mix(collected, options)
+    _write_mixture(collected, chosen, out)
     with (folder / "collected.bad.jsonl").open("wb") as bad:
-        for file in files:
+        for file in collected:
             bad.write(file.with_suffix(".bad").read_bytes())
     write_json(folder / "collected.json", state | {"sources": counts, "conversations": len(chosen)})
     os.replace(f"{out}.tmp", out)
@@ -216,6 +225,7 @@ def _collect_source(
                 progress(1)
             try:
                 conversation = conversation_of(row, source, where)
+                _line(conversation)
             except BadConversation as error:
                 tally["bad"] += 1
                 tally[f"bad: {error.reason}"] += 1
@@ -232,7 +242,7 @@ def _collect_source(
                 calibration=shares.calibration,
                 heldout=shares.heldout,
             )
-            out.write(json.dumps(replace(kept, split=split).to_row(), ensure_ascii=False) + "\n")
+            out.write(_line(replace(kept, split=split)))
             tally["kept"] += 1
     if tally["bad"] > options.max_error_share * tally["rows"]:
         reasons = ", ".join(
@@ -243,6 +253,17 @@ def _collect_source(
             f"{options.max_error_share:g} allows ({reasons}); see {done.with_suffix('.bad')}"
         )
     return tally
+
+
+def _line(conversation: Conversation) -> str:
+    """Return the line of a conversation; raise BadConversation where it cannot be written as one."""
+    try:
+        line = json.dumps(conversation.to_row(), ensure_ascii=False) + "\n"
+        if not line.isascii():
+            line.encode()
+    except (TypeError, ValueError) as error:  # what a table may hold, and half of a surrogate pair
+        raise BadConversation("row cannot be written as JSON", str(error)) from error
+    return line
 
 
 def _mix(files: Sequence[Path], options: CollectOptions) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,37 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return checked
 
 
+def check_ids(values: Any, name: str) -> list[int]:
+    """Return token ids, or bits of a mask, as a list; raise BadConversation where they are none."""
+    if not isinstance(values, Sequence) or not all(isinstance(value, int) for value in values):
+        raise BadConversation(f"{name} is not a list of whole numbers", repr(values)[:60])
+    if values and not -(2**31) <= min(values) <= max(values) < 2**31:
+        raise BadConversation(f"{name} is not a list of whole numbers", "beyond 32 bits")
+    return list(values)
+
+
+def check_tools(tools: Any) -> list[Mapping[str, Any]] | None:
+    """Return the tools of a conversation, None for no tools; raise BadConversation where they are no list
+    of objects.
+    """
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadConversation("tools are not a list of objects", repr(tools)[:60])
+    return tools
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Whatever goes wrong while a row is read is the row's fault: raise it as a BadConversation."""
+    try:
+        yield
+    except BadConversation:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise BadConversation("row cannot be read", f"{where}: {error!r}") from error
+
+
 def conversation_from_row(row: Any, where: str) -> Conversation:
     """Read one row of the JSONL file.
 
@@ -179,6 +211,11 @@ def conversation_from_row(row: Any, where: str) -> Conversation:
     Raises:
         BadConversation: the row is not a conversation.
     """
+    with reading(where):
+        return _conversation_from_row(row, where)
+
+
+def _conversation_from_row(row: Any, where: str) -> Conversation:
     if not isinstance(row, Mapping):
         raise BadConversation("row is not an object", f"{where}: {type(row).__name__}")
     split = row.get("split")
@@ -192,6 +229,8 @@ def conversation_from_row(row: Any, where: str) -> Conversation:
     input_ids, loss_mask = row.get("input_ids"), row.get("loss_mask")
     if (input_ids is None) != (loss_mask is None):
         raise BadConversation("input_ids and loss_mask must come together", where)
+    if input_ids is not None:
+        input_ids, loss_mask = check_ids(input_ids, "input_ids"), check_ids(loss_mask, "loss_mask")
     if input_ids is not None and len(input_ids) != len(loss_mask or ()):
         raise BadConversation(
             "loss_mask has another length than input_ids",
@@ -202,16 +241,24 @@ def conversation_from_row(row: Any, where: str) -> Conversation:
     identity = row.get("id")
     if identity is None:
         identity = content_hash(messages, row.get("tools")) if messages else where
+    template = row.get("template") or {}
+    if not isinstance(template, Mapping):
+        raise BadConversation("template is not an object", f"{where}: {str(template)[:60]!r}")
     return Conversation(
         id=str(identity),
         messages=messages,
         domain=str(row.get("domain") or "unknown"),
         split=split,
-        tools=row.get("tools") or None,
-        template=row.get("template") or {},
+        tools=check_tools(row.get("tools")),
+        template=template,
         finished=row.get("finished") is not False,
         turns=tuple(
-            Turn(turn["prompt_ids"], turn["answer_ids"], turn.get("finished") is not False) for turn in turns
+            Turn(
+                check_ids(turn["prompt_ids"], "prompt_ids"),
+                check_ids(turn["answer_ids"], "answer_ids"),
+                turn.get("finished") is not False,
+            )
+            for turn in turns
         ),
         input_ids=input_ids,
         loss_mask=loss_mask,
@@ -233,7 +280,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path.name}:{number}"
             try:
                 yield where, json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 yield where, BadConversation("line is not JSON", f"{where}: {error}")
 
 

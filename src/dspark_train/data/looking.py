@@ -17,6 +17,7 @@ from rich.text import Text
 from dspark_train.data.blocks import eligible_anchors
 from dspark_train.data.conversations import BadConversation, read_conversations
 from dspark_train.data.dataset import ExampleStore, PreparedSet
+from dspark_train.data.files import read_json
 from dspark_train.data.tokenize import ConversationEncoder, Example, tokenizer_fingerprint
 
 SUPERVISED, CONTEXT = ("black on green", "black on bright_green"), ("dim", "dim underline")
@@ -124,8 +125,11 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
         mix.add_row(domain, f"{count:,}", f"{shares[0]:.1%}", f"{tokens[domain]:,}", f"{shares[1]:.1%}")
     console.print(mix)
     rows = [
-        (kind, *item) for kind in ("errors", "dropped", "notes") for item in getattr(manifest, kind).items()
+        (f"tokenize: {kind}", *item)
+        for kind in ("errors", "dropped", "notes")
+        for item in getattr(manifest, kind).items()
     ]
+    rows = [*_left_out_before(path.resolve().parent), *rows]
     if rows:
         reasons = Table("kind", "reason", "conversations", title="left out and worked around")
         for kind, reason, count in rows:
@@ -136,6 +140,20 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
 
 
 _QUANTITIES = {"length": "tokens", "supervised": "supervised tokens", "anchors": "eligible anchors"}
+
+
+def _left_out_before(folder: Path) -> list[tuple[str, str, int]]:
+    """What the stages before left out, by ``(stage, reason, count)``, where their counts lie beside the set."""
+    collected: Counter[str] = Counter()
+    for tally in read_json(folder / "collected.json").get("sources", {}).values():
+        collected.update(
+            {name: count for name, count in tally.items() if name.startswith(("bad: ", "left out: "))}
+        )
+    answered = read_json(folder / "regenerated.json")
+    return [
+        *(("collect", reason, count) for reason, count in collected.items()),
+        *(("regenerate", name, count) for name, count in answered.items() if name.startswith("failed: ")),
+    ]
 
 
 def _plot(path: Path, columns: dict[str, NDArray[Any]], domains: Counter[str]) -> None:

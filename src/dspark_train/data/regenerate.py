@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -90,14 +90,16 @@ class Answer:
     """One generated turn."""
 
     content: str
-    stop: Literal["stop", "length"]
-    """Whether the target ended by itself, or was cut."""
+    stop: Literal["stop", "length", "tool_calls"]
+    """Whether the target ended by itself, was cut, or ended with the call of a tool."""
     thinking: str | None = None
     """What a server's reasoning parser took out of the content."""
     prompt_ids: Sequence[int] | None = None
     answer_ids: Sequence[int] | None = None
     """Exact tokens, end token included, where they are known."""
     usage: dict[str, int] | None = None
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    """Calls that a server's parser took out of the content; their arguments are objects."""
 
 
 class Generate(Protocol):
@@ -150,16 +152,21 @@ class Progressing:
     def receive(self, answer: Answer) -> bool:
         """Take the answer to the last turn; return whether the conversation is complete."""
         content, thinking = answer.content, answer.thinking
-        if not self._options.keep_thinking and (thinking or "</think>" in content):
+        if not self._options.keep_thinking and (thinking or "<think>" in content or "</think>" in content):
             content = content.rpartition("</think>")[2].lstrip("\n")
+            content = content.partition("<think>")[
+                0
+            ]  # of an answer that was cut while thinking nothing is left
             thinking = None
             answer = replace(answer, prompt_ids=None, answer_ids=None)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thinking:
             message["reasoning_content"] = thinking
+        if answer.tool_calls:
+            message["tool_calls"] = [dict(call) for call in answer.tool_calls]
         self.messages.append(message)
         self._answers.append(answer)
-        if answer.stop != "stop":  # nothing can follow an answer that was cut
+        if answer.stop != "stop":  # nothing can follow an answer that was cut, or a call without its result
             return True
         answered = len(self.messages)
         self._advance()
@@ -171,7 +178,7 @@ class Progressing:
     def row(self, key: str) -> dict[str, Any]:
         """The finished conversation."""
         turns = [
-            Turn(answer.prompt_ids, answer.answer_ids, answer.stop == "stop")
+            Turn(answer.prompt_ids, answer.answer_ids, answer.stop != "length")
             for answer in self._answers
             if answer.prompt_ids is not None and answer.answer_ids is not None
         ]
@@ -179,15 +186,15 @@ class Progressing:
             self.conversation,
             messages=self.messages,
             template=self.template,
-            finished=self._answers[-1].stop == "stop",
+            finished=self._answers[-1].stop != "length",
             turns=turns if len(turns) == len(self._answers) else (),
         )
         extra = {"key": key, "stop": [answer.stop for answer in self._answers]}
         return finished.to_row() | extra | {"usage": [answer.usage for answer in self._answers]}
 
 
-def request_key(conversation: Conversation, options: Regenerate) -> str:
-    """Name what is asked for: the content, and the options that the answer depends on."""
+def request_key(conversation: Conversation, options: Regenerate, target: str | None) -> str:
+    """Name what is asked for: the content, who is asked, and the options that the answer depends on."""
     asked = [message for message in conversation.messages if message["role"] != "assistant"]
     names = (
         "max_tokens",
@@ -200,7 +207,14 @@ def request_key(conversation: Conversation, options: Regenerate) -> str:
         "keep_thinking",
         "model",
     )
-    parts = [conversation.id, asked, conversation.tools, {name: getattr(options, name) for name in names}]
+    parts = [
+        target,
+        conversation.id,
+        asked,
+        conversation.tools,
+        conversation.template,
+        {name: getattr(options, name) for name in names},
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 
@@ -262,6 +276,7 @@ def regenerate(
     folder: Path,
     options: Regenerate,
     *,
+    target: str | None = None,
     encoder: ConversationEncoder | None = None,
     generate: Generate | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -272,6 +287,7 @@ def regenerate(
         collected: what the first stage wrote.
         folder: output folder of the recipe.
         options: see :class:`Regenerate`.
+        target: name of the target; the answers of another one are not taken for its own.
         encoder: of the target; needed in this process, and to check re-tokenization where servers give no
             tokens.
         generate: generation in this process, where no servers are named.
@@ -313,7 +329,7 @@ def regenerate(
                 )
                 bad.flush()
 
-            todo = _unanswered(collected, options, answers, tally, progress)
+            todo = _unanswered(collected, options, target, answers, tally, progress)
             if options.servers:
                 from dspark_train.data.servers import answer_over_http
 
@@ -322,7 +338,7 @@ def regenerate(
                 assert generate is not None
                 assert encoder is not None
                 _answer_in_process(todo, options, encoder, generate, done, failed)
-        total = _write_in_order(collected, options, answers, out)
+        total = _write_in_order(collected, options, target, answers, out)
     finally:
         answers.close()
         write_json(folder / "regenerated.json", dict(tally))
@@ -360,13 +376,14 @@ def retokenization(
 def _unanswered(
     collected: Path,
     options: Regenerate,
+    target: str | None,
     answers: AnswerFile,
     tally: Counter[str],
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[str, Conversation]]:
     asked: set[str] = set()
     for conversation in _read(collected):
-        key = request_key(conversation, options)
+        key = request_key(conversation, options, target)
         if key in answers.places or key in asked:
             tally["answered before"] += 1
             if progress:
@@ -382,11 +399,13 @@ def _read(path: Path) -> Iterator[Conversation]:
             yield conversation_from_row(json.loads(line), f"{path.name}:{number}")
 
 
-def _write_in_order(collected: Path, options: Regenerate, answers: AnswerFile, out: Path) -> int:
+def _write_in_order(
+    collected: Path, options: Regenerate, target: str | None, answers: AnswerFile, out: Path
+) -> int:
     written = 0
     with open(f"{out}.tmp", "wb") as file:
         for conversation in _read(collected):
-            key = request_key(conversation, options)
+            key = request_key(conversation, options, target)
             if key in answers.places:
                 file.write(answers.line(key))
                 written += 1

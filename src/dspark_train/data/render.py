@@ -171,6 +171,9 @@ class Renderer:
             self.counts["turns cut into examples of their own"] += len(texts) - 1
         if not texts:
             raise BadConversation("no assistant turn continues its generation prompt")
+        frame = self._frames.get(bool(conversation.tools))
+        if frame is not None and not frame.end:
+            self.counts["the template ends turns with no special token of the tokenizer"] += 1
         if self._tagged:
             self._compare_with_tags(conversation, texts[0])
         return texts[::-1]

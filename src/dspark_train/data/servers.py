@@ -5,6 +5,7 @@ left alone.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -197,14 +198,14 @@ async def _request(
 def _read_answer(reply: dict[str, Any]) -> Answer:
     choice = reply["choices"][0]
     message, reason = choice["message"], choice["finish_reason"]
-    if reason not in ("stop", "length"):
+    if reason not in ("stop", "length", "tool_calls"):
         raise BadConversation("finished for another reason", str(reason))
     content = message["content"]
     if content is None:
         content = ""
     if not isinstance(content, str):
         raise TypeError(f"content is {type(content).__name__}")
-    stop: Literal["stop", "length"] = reason
+    stop: Literal["stop", "length", "tool_calls"] = reason
     usage = reply.get("usage") or {}
     return Answer(
         content=content,
@@ -213,7 +214,17 @@ def _read_answer(reply: dict[str, Any]) -> Answer:
         prompt_ids=reply.get("prompt_token_ids"),
         answer_ids=choice.get("token_ids"),
         usage={name: int(usage[name]) for name in ("prompt_tokens", "completion_tokens") if name in usage},
+        tool_calls=[_tool_call(call) for call in message.get("tool_calls") or []],
     )
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call as chat templates take it: servers give its arguments as JSON text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 async def _served_model(client: httpx.AsyncClient, server: _Server) -> str:

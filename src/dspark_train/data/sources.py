@@ -23,10 +23,13 @@ from typing import Any, Literal
 from dspark_train.data.conversations import (
     BadConversation,
     Conversation,
+    check_ids,
     check_messages,
+    check_tools,
     content_hash,
     conversation_from_row,
     read_rows,
+    reading,
 )
 from dspark_train.errors import UserError
 
@@ -153,6 +156,43 @@ def read_source(source: Source) -> Iterator[tuple[str, Any]]:
         yield item
 
 
+def count_rows(source: Source) -> int | None:
+    """Count the rows of a source without reading them; None where that is not known beforehand."""
+    counts = [_count_file(file) for file in files_of(source)]
+    if not counts or None in counts:
+        return None
+    count = sum(number or 0 for number in counts)
+    return count if source.limit is None else min(count, source.limit)
+
+
+def files_of(source: Source) -> list[Path]:
+    """The files whose rows a source gives; none for hub ids and saved data sets."""
+    path = Path(source.path)
+    if path.is_file():
+        return [path]
+    return _row_files(path) if path.is_dir() and not _is_saved(path) else []
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether ``datasets`` saved this folder."""
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+
+
+def _count_file(path: Path) -> int | None:
+    """Lines of a JSONL file, rows of a Parquet file."""
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for _ in file)
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        except (OSError, pyarrow.ArrowInvalid):  # reading it will say what is wrong
+            return None
+    return None
+
+
 def _rows(source: Source) -> Iterator[tuple[str, Any]]:
     path = Path(source.path)
     if path.is_file():
@@ -170,16 +210,19 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet
 
         number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path.name}:{number}", row
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path.name}:{number}", row
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise UserError(f"source {path} is no sound Parquet file ({error}): fetch it again") from error
     elif path.suffix == ".jsonl":
         yield from read_rows(path)
     elif path.suffix == ".json":
         try:
             rows = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise UserError(
                 f"source {path} is not JSON ({error}); lines of JSON belong in a .jsonl file"
             ) from error
@@ -195,7 +238,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _folder_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
     import datasets
 
-    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+    if _is_saved(path):
         loaded = datasets.load_from_disk(str(path))
         if isinstance(loaded, datasets.DatasetDict):
             if source.split not in loaded:
@@ -203,11 +246,15 @@ def _folder_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
             loaded = loaded[source.split]
         yield from ((f"{path.name}:{number}", row) for number, row in enumerate(loaded, 1))
         return
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet"))
+    files = _row_files(path)
     if not files:
         raise UserError(f"source {path}: no .jsonl or .parquet file in this folder")
     for file in files:
         yield from _file_rows(file)
+
+
+def _row_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.suffix in (".jsonl", ".parquet"))
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
@@ -230,6 +277,11 @@ def conversation_of(row: Any, source: Source, where: str) -> Conversation:
     """
     if isinstance(row, BadConversation):
         raise row
+    with reading(where):
+        return _conversation_of(row, source, where)
+
+
+def _conversation_of(row: Any, source: Source, where: str) -> Conversation:
     if not isinstance(row, Mapping):
         raise BadConversation("row is not an object", type(row).__name__)
     if source.format == "auto" and not source.columns and ("prompt_ids" in row or "turns" in row):
@@ -248,8 +300,9 @@ def conversation_of(row: Any, source: Source, where: str) -> Conversation:
             raise BadConversation(
                 "input_ids and loss_mask do not fit", f"{ids and len(ids)}, {mask and len(mask)}"
             )
-        name = identity or content_hash([{"ids": list(map(int, ids))}])
-        return Conversation(id=name, input_ids=list(ids), loss_mask=[int(bit) for bit in mask], **common)
+        ids, mask = check_ids(ids, "input_ids"), [int(bit) for bit in check_ids(mask, "loss_mask")]
+        name = identity or content_hash([{"ids": ids}])
+        return Conversation(id=name, input_ids=ids, loss_mask=mask, **common)
     messages = check_messages(_messages(row, source, kind))
     return Conversation(id=identity or content_hash(messages, common["tools"]), messages=messages, **common)
 
@@ -270,16 +323,19 @@ def _format_of(row: Mapping[str, Any], source: Source) -> Format:
 
 
 def _messages(row: Mapping[str, Any], source: Source, kind: Format) -> Any:
-    if kind == "messages":
-        return _decoded(_value(row, source, "messages"))
-    if kind == "conversations":
-        return [_sharegpt(turn) for turn in _decoded(_value(row, source, "messages")) or []]
+    system = _text(row, source, "system")
+    if kind in ("messages", "conversations"):
+        turns = _decoded(_value(row, source, "messages"), "messages")
+        if kind == "conversations":
+            turns = [_sharegpt(turn) for turn in turns or []]
+        if system and isinstance(turns, list) and turns and turns[0].get("role") != "system":
+            return [{"role": "system", "content": system}, *turns]  # a column of its own, beside the turns
+        return turns
     if kind == "text":
         return _take_apart(_text(row, source, "text") or "", TEXT_TEMPLATES[source.template or ""])
     prompt = _text(row, source, "prompt")
     if not prompt:
         raise BadConversation("empty prompt")
-    system = _text(row, source, "system")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     if kind == "pairs":
@@ -289,7 +345,7 @@ def _messages(row: Mapping[str, Any], source: Source, kind: Format) -> Any:
 
 def _sharegpt(turn: Any) -> dict[str, Any]:
     role = turn.get("from") if isinstance(turn, Mapping) else None
-    if role not in _SHAREGPT_ROLES:
+    if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
         raise BadConversation("unknown role", repr(role))
     return {"role": _SHAREGPT_ROLES[role], "content": turn.get("value")}
 
@@ -314,19 +370,18 @@ def _take_apart(text: str, template: TextTemplate) -> list[dict[str, str]]:
     return messages
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: Any, name: str) -> Any:
     """Lists that a table keeps as JSON text."""
     if isinstance(value, str):
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:
-            raise BadConversation("messages are not a list", value[:60]) from error
+            raise BadConversation(f"{name} are not a list", value[:60]) from error
     return value
 
 
 def _tools(row: Mapping[str, Any], source: Source) -> Any:
-    tools = _value(row, source, "tools")
-    return _decoded(tools) if tools else None
+    return check_tools(_decoded(_value(row, source, "tools") or None, "tools"))
 
 
 def _column(source: Source, name: str) -> str | None:

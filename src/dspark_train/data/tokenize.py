@@ -191,6 +191,8 @@ class ConversationEncoder:
             aligned: list[tuple[int, int]] = []
             apart: list[tuple[int, int]] = []
             for span in item.spans:
+                if span[0] == span[1]:  # an answer that was cut before it said anything
+                    continue
                 tokens = tokenized.range(*span)
                 if tokens is None:
                     apart.append(span)
@@ -205,6 +207,8 @@ class ConversationEncoder:
                     yield ids[0] + ids[1], [(len(ids[0]), len(ids[0]) + len(ids[1]))]
             if aligned:
                 yield tokenized.ids, aligned
+            elif not apart:
+                raise DroppedConversation("no eligible anchor", "the answer is empty")
 
     def _encode_apart(self, prompt: str, answer: str) -> tuple[list[int], list[int]] | None:
         """Tokenize a prompt and the answer that continues it with a token boundary between them."""

@@ -289,7 +289,7 @@ class DSparkDraft(PreTrainedModel):
                 raise UserError(f"{folder} holds no draft: {name} is missing")
         try:
             model, info = cls.from_pretrained(
-                folder, output_loading_info=True, local_files_only=True, **kwargs
+                folder, output_loading_info=True, local_files_only=True, use_safetensors=True, **kwargs
             )
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0]

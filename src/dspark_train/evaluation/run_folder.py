@@ -1,4 +1,7 @@
-"""Reads what a run folder holds. Files that a run has not made are absent; broken files are errors."""
+"""Reads what a run folder holds. Files that a run has not made are absent; broken files are errors.
+
+What is read is shown, in reports and cards: tokens and keys are left out here, once and for all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import yaml
 
 from dspark_train.errors import UserError
+from dspark_train.evaluation.redaction import redact
 
 FROZEN = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 """Tensors of an exported draft that are no parameters of its own."""
@@ -59,11 +63,11 @@ class RunFolder:
         """
         if not path.is_dir():
             raise UserError(f"run folder {path} does not exist; give the folder that `fit` wrote")
-        config_text = _text(path / "config.yaml")
+        config, config_text = _config(path / "config.yaml")
         run = cls(
             path=path,
-            run=_json(path / "run.json"),
-            config=_yaml(config_text, path / "config.yaml"),
+            run=redact(_json(path / "run.json")),
+            config=config,
             config_text=config_text,
             curves=read_metrics(path / "metrics.csv"),
             draft=_json(path / "draft" / "config.json"),
@@ -90,6 +94,16 @@ class RunFolder:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _config(path: Path) -> tuple[dict[str, Any], str]:
+    """The configuration and its text, both without secrets; the text is written anew where it named one."""
+    text = _text(path)
+    config = _yaml(text, path)
+    shown = redact(config)
+    if shown != config:
+        text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    return shown, redact(text)
 
 
 def _yaml(text: str, path: Path) -> dict[str, Any]:

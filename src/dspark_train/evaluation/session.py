@@ -85,9 +85,12 @@ class OpenDraft:
 
 
 def draft_folder(path: Path) -> Path:
-    """Return the folder of the draft itself, given that or a run's folder."""
+    """Return the folder of the draft itself, given that or a run's folder; its weights must be safetensors."""
     for folder in (path / "draft", path):
         if (folder / "config.json").is_file():
+            files = ("model.safetensors", "model.safetensors.index.json")
+            if not any((folder / name).is_file() for name in files):
+                raise UserError(f"{folder} has no model.safetensors; other weight files are never opened")
             return folder
     raise UserError(f"{path} holds no draft: neither draft/config.json nor config.json")
 

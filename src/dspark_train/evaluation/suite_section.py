@@ -34,6 +34,8 @@ def _section(name: str, summary: dict[str, Any]) -> Section:
         speed = [key for key in drafted if result["macro"][key].get("speedup")]
         if speed:
             tables.append(_speed_table(result, labels, speed, mode))
+        if any(result["macro"][key].get("ece") is not None for key in drafted):
+            tables.append(_calibration_table(result, labels, drafted, mode))
         if result.get("differences"):
             tables.append(_difference_table(result, labels, mode))
         if len(drafted) > 1:
@@ -73,7 +75,12 @@ def _rows(
         [suite, entry["domain"], *(estimate(entry["methods"].get(key, {}).get(name), text) for key in keys)]
         for suite, entry in result["suites"].items()
     ]
-    if len(rows) > 1:
+    rows += [
+        [f"all {domain}", "", *(estimate(entry["methods"].get(key, {}).get(name), text) for key in keys)]
+        for domain, entry in (result.get("domains") or {}).items()
+        if sum(suite["domain"] in (domain, "mixed") for suite in result["suites"].values()) > 1
+    ]
+    if len(result["suites"]) > 1:
         rows.append(["macro average", "", *(estimate(result["macro"][key].get(name), text) for key in keys)])
     return rows
 
@@ -87,6 +94,18 @@ def _speed_table(result: dict[str, Any], labels: dict[str, str], keys: list[str]
     header = ["Suite", "Domain", *(labels[key] for key in keys)]
     rows = _rows(result, keys, "speedup", factor)
     return Table(f"Speedup over plain decoding, {mode}", header, rows, text_columns=(1,))
+
+
+def _calibration_table(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Table:
+    shown = [key for key in keys if result["macro"][key].get("ece") is not None]
+    rows = [
+        [suite, entry["domain"], *(share_or_dash(entry["methods"].get(key, {}).get("ece")) for key in shown)]
+        for suite, entry in result["suites"].items()
+    ]
+    if len(rows) > 1:
+        rows.append(["macro average", "", *(share_or_dash(result["macro"][key]["ece"]) for key in shown)])
+    header = ["Suite", "Domain", *(labels[key] for key in shown)]
+    return Table(f"Calibration error of the confidences (ECE), {mode}", header, rows, text_columns=(1,))
 
 
 def _difference_table(result: dict[str, Any], labels: dict[str, str], mode: str) -> Table:
@@ -123,6 +142,14 @@ def _position_figure(result: dict[str, Any], labels: dict[str, str], keys: list[
     x_axis = Axis("Draft position", low=0.5, high=longest + 0.5, ticks=tuple(range(1, longest + 1)))
     y_axis = Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
     drawing = line_chart(title, "Averaged over suites", series, x_axis, y_axis)
-    rows = [[labels[k], *map(share_or_dash, result["macro"][k]["conditional"])] for k in keys]
-    table = Table(title, ["", *map(str, range(1, longest + 1))], rows, folded=True)
+    groups = [(suite, entry["methods"]) for suite, entry in result["suites"].items()]
+    if len(groups) > 1:
+        groups.append(("macro average", result["macro"]))
+    rows = []
+    for key in keys:
+        for group, cells in groups:
+            shares = [share_or_dash(value) for value in cells.get(key, {}).get("conditional", [])]
+            rows.append([labels[key], group, *shares, *["–"] * (longest - len(shares))])
+    header = ["", "Suite", *map(str, range(1, longest + 1))]
+    table = Table(title, header, rows, folded=True, text_columns=(1,))
     return Figure(title, drawing, Legend.of(series), "Averaged over suites.", table)

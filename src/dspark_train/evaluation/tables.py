@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dspark_train.evaluation.text import factor, fixed, mode_name, signed
+from dspark_train.evaluation.text import factor, fixed, mode_name, share_or_dash, signed
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -21,8 +21,30 @@ def _estimate(value: dict[str, Any] | None, text: Any) -> str:
     return f"{text(value['value'])}{half}"
 
 
+def _acceptance(methods: Sequence[dict[str, Any]], groups: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """One table: acceptance at each position given all earlier ones, and the calibration error."""
+    rows = []
+    for name, cells in groups:
+        for method in methods:
+            cell = cells[method["key"]]
+            if any(value is not None for value in cell["conditional"]):
+                rows.append((name, method["label"], cell["conditional"], cell["ece"]))
+    if not rows:
+        return []
+    size = max(len(row[2]) for row in rows)
+    header = ["Suite", "method", *map(str, range(1, size + 1)), "ECE"]
+    written = [
+        [name, label, *map(share_or_dash, [*shares, *[None] * (size - len(shares))]), share_or_dash(ece)]
+        for name, label, shares, ece in rows
+    ]
+    return [f"Accepted at each position, given all earlier ones:\n\n{markdown_table(header, written)}"]
+
+
 def evaluation_markdown(table: dict[str, Any]) -> str:
-    """Write τ and speedup of every suite and method, and the paired differences, as Markdown."""
+    """Write τ, speedup, acceptance by position and calibration error of every suite and method as Markdown.
+
+    The paired differences between methods follow.
+    """
     methods = [method for method in table["methods"] if method["kind"] != "plain"]
     parts = []
     for result in table["results"]:
@@ -40,6 +62,7 @@ def evaluation_markdown(table: dict[str, Any]) -> str:
                 row += [_estimate(cell["tau"], fixed), _estimate(cell["speedup"], factor)]
             rows.append(row)
         parts.append(f"**{mode_name(result['temperature'])}**\n\n{markdown_table(header, rows)}")
+        parts += _acceptance(methods, groups)
         labels = {method["key"]: method["label"] for method in methods}
         for difference in result["differences"]:
             pair = f"{labels[difference['first']]} − {labels[difference['second']]}"

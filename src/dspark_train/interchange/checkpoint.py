@@ -6,6 +6,7 @@ A folder holds ``config.json`` and either ``model.safetensors`` or shards named 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -79,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); fix or download it again") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}; expected a JSON object")
@@ -131,24 +132,27 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
             raise UserError(f"{path}: header of {length} bytes in a file of {size}; not a safetensors file")
         try:
             header = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{path}: header is not JSON; not a safetensors file") from error
     if not isinstance(header, dict):
         raise UserError(f"{path}: header is not a JSON object; not a safetensors file")
     header.pop("__metadata__", None)
-    specs, ends = {}, [0]
+    specs, ranges = {}, [(0, 0)]
     for name, entry in header.items():
-        specs[name], end = _parse_entry(path, name, entry, data_bytes=size - 8 - length)
-        ends.append(end)
-    if max(ends) != size - 8 - length:
+        specs[name], covered = _parse_entry(path, name, entry, data_bytes=size - 8 - length)
+        ranges.append(covered)
+    ranges.sort()
+    if ranges[-1][1] != size - 8 - length:
         raise UserError(
-            f"{path}: tensors end at byte {max(ends)}, data has {size - 8 - length}; truncated or padded"
+            f"{path}: tensors end at byte {ranges[-1][1]}, data has {size - 8 - length}; truncated or padded"
         )
+    if any(before[1] != after[0] for before, after in itertools.pairwise(ranges)):
+        raise UserError(f"{path}: tensors overlap or leave gaps; not a safetensors file")
     return specs
 
 
-def _parse_entry(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[TensorSpec, int]:
-    """Check one header entry; return its spec and the byte where its data ends."""
+def _parse_entry(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[TensorSpec, tuple[int, int]]:
+    """Check one header entry; return its spec and the bytes that its data covers."""
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
@@ -164,7 +168,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[Te
         raise UserError(
             f"{path}: {name} of shape {shape} needs {expected} bytes, its range is {begin}..{end}"
         )
-    return TensorSpec(tuple(shape), dtype, path), end
+    return TensorSpec(tuple(shape), dtype, path), (begin, end)
 
 
 def read_specs(folder: Path) -> dict[str, TensorSpec]:

@@ -42,8 +42,16 @@ def export(
     folder = output or run / "export" / format
     kind = None if dtype == "auto" else getattr(torch, dtype)
     weights = TargetWeights.of(opened.target)
-    result = export_draft(opened.draft, weights, folder, format, kind, cost.temperature if cost else None)
-    if (run / "calibration.json").is_file() and cost is None:
+    result = export_draft(
+        opened.draft,
+        weights,
+        folder,
+        format,
+        kind,
+        cost.temperature if cost else None,
+        warn=lambda line: print(f"warning: {line}", flush=True),
+    )
+    if (run / "calibration.json").is_file() and cost is None and result.config.get("enable_confidence_head"):
         shutil.copy2(run / "calibration.json", folder / "calibration.json")
     write_tokenizer(opened.target, folder)
     copy_plots(run, folder)
@@ -54,8 +62,6 @@ def export(
     print(f"read back: {gap.drafts} draft tokens equal, logits within {gap.logits:.1e}")
     for line in (*result.notes, *((cost.sentence(),) if cost else ())):
         print(f"note: {line}")
-    for line in result.warnings:
-        print(f"warning: {line}")
     for line in result.commands:
         print(line)
 

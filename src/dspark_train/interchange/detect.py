@@ -34,7 +34,8 @@ def detect(folder: Path) -> Layout:
             f"{folder}: no such folder; a draft is a folder with config.json and safetensors weights"
         )
     config = read_json(folder / "config.json")
-    names = config.get("architectures") or []
+    given = config.get("architectures")
+    names = given if isinstance(given, list) else []
     if "speculators_model_type" in config:
         return "speculators"
     nested = config.get("dflash_config")

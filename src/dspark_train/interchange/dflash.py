@@ -74,7 +74,8 @@ def to_dflash(checkpoint: DraftCheckpoint) -> tuple[dict[str, Any], dict[str, Te
     """Return ``config.json`` and tensors of a DFlash folder: the backbone, without the target's copies.
 
     Raises:
-        UserError: the draft has a sequential head or a reduced vocabulary, which the layout cannot hold.
+        UserError: the draft has a sequential head, a reduced vocabulary or soft-capped logits, which the
+            layout cannot hold.
     """
     config = checkpoint.config
     if config["markov_rank"]:
@@ -85,6 +86,13 @@ def to_dflash(checkpoint: DraftCheckpoint) -> tuple[dict[str, Any], dict[str, Te
         )
     if checkpoint.draft_token_ids is not None:
         raise UserError("format dflash holds no reduced vocabulary; use native or speculators")
+    if config["final_logit_softcapping"]:
+        raise UserError(
+            "format dflash holds no soft-cap, and this target caps its logits at "
+            f"{config['final_logit_softcapping']}; use native"
+        )
+    if config["enable_confidence_head"]:
+        checkpoint.notes.append("format dflash holds no confidence head: it was left out")
     kept = {
         name: tensor
         for name, tensor in checkpoint.tensors.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +45,12 @@ ENGINES: dict[ExportFormat, tuple[Engine, ...]] = {
     "dflash": (),
 }
 """Engines that each format is for."""
+
+DFLASH_WARNING = (
+    "vLLM 0.27 to 0.33 refuses sample_from_anchor in DFlash drafts, and z-lab's and SGLang's DFlash loaders "
+    "ignore it and would accept almost nothing: to serve this draft, export it as native"
+)
+"""Why no engine serves a DFlash export."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +151,8 @@ def prepare(
     scale = checkpoint.config["embedding_scale"]
     if temperature is not None:
         checkpoint = fold_temperature(checkpoint, temperature)
-    checkpoint = fold_embedding_scale(checkpoint)
-    if layout != "dflash":
-        checkpoint = add_empty_head(checkpoint)
+    if layout != "dflash":  # which holds no embedding to fold the scale into
+        checkpoint = add_empty_head(fold_embedding_scale(checkpoint))
     if layout in ("native", "sglang"):
         checkpoint = fold_vocabulary(checkpoint, target.head.cpu())
     judged = {**checkpoint.config, "embedding_scale": scale}
@@ -170,6 +176,7 @@ def export_draft(
     dtype: torch.dtype | None = None,
     temperature: float | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    warn: Callable[[str], None] | None = None,
 ) -> ExportResult:
     """Write ``draft`` to ``folder``, read it back independently, and compare.
 
@@ -183,6 +190,7 @@ def export_draft(
         dtype: element type of the weights; None keeps the target's.
         temperature: folded into the confidence head; None folds none.
         max_shard_bytes: largest weight file.
+        warn: called with every warning, before anything is written.
 
     Raises:
         UserError: the layout cannot hold the draft, its engine cannot serve it, or reading back fails.
@@ -195,6 +203,12 @@ def export_draft(
         config, tensors = to_speculators(checkpoint, target.name, target.architectures)
     else:
         config, tensors = to_native(checkpoint)
+    warnings = [reason for reasons in found.values() for reason in reasons]
+    if layout == "dflash":
+        warnings.append(DFLASH_WARNING)
+    if warn is not None:
+        for line in warnings:
+            warn(line)
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     write_checkpoint(aside, config, tensors, max_shard_bytes)
@@ -202,13 +216,6 @@ def export_draft(
         aside, draft, target.embedding.cpu(), target.head.cpu(), dtype, temperature or 1.0
     )
     replace_folder(aside, folder)
-    warnings = [reason for reasons in found.values() for reason in reasons]
-    if layout == "dflash":
-        warnings.append(
-            "vLLM 0.27 to 0.33 refuses sample_from_anchor in DFlash drafts, and z-lab's and SGLang's DFlash "
-            "loaders "
-            "ignore it and would accept almost nothing: to serve this draft, export it as native"
-        )
     return ExportResult(
         folder, layout, config, read_back, warnings, checkpoint.notes, temperature, target.name, found
     )

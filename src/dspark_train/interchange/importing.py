@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json, write_checkpoint
 from dspark_train.interchange.detect import Layout, detect, read_draft
+from dspark_train.interchange.export import replace_folder
 from dspark_train.interchange.native import rope_parameters, to_native
 from dspark_train.interchange.verify import ReadBack, verify_folder
 
@@ -142,7 +144,7 @@ def import_folder(
 
     The result is compared with the source through the independent reader. A draft whose slots predict their
     own positions (DFlash, older speculators checkpoints) is kept as a start for training: nothing here
-    decodes it.
+    decodes it. The folder is written aside and moved into place once the comparison has passed.
 
     Args:
         source: the checkpoint.
@@ -157,24 +159,31 @@ def import_folder(
 
     layout = layout or detect(source)
     checkpoint = read_draft(source, layout)
-    compared = source if checkpoint.config["rope_parameters"] else folder
+    aside = folder.with_name(folder.name + ".partial")
+    compared = source if checkpoint.config["rope_parameters"] else aside
     notes = [*checkpoint.notes, *fit_to_target(checkpoint, target), *complete(checkpoint, target)]
     raw = read_json(source / "config.json")
     if "auto_map" in raw:
         notes.append("the folder brings Python code along (auto_map): it was neither needed nor run")
     config, tensors = to_native(checkpoint)
-    write_checkpoint(folder, config, tensors)
+    shutil.rmtree(aside, ignore_errors=True)
+    write_checkpoint(aside, config, tensors)
     if not checkpoint.config["sample_from_anchor"]:
         notes.append(
             "its slots predict their own positions (sample_from_anchor false): decoding refuses it; train "
             "from it "
-            f"with --init_from {folder}"
+            f"with fit --model.init_from {folder}"
         )
+        replace_folder(aside, folder)
         return ImportResult(layout, folder, notes)
-    draft = DSparkDraft.load(folder, dtype=checkpoint.dtype)
-    draft.borrow(target)
-    matrices = (target.embedding_weight.cpu(), target.head_weight.cpu())
-    read_back = verify_folder(compared, draft, *matrices, checkpoint.dtype)
+    try:
+        draft = DSparkDraft.load(aside, dtype=checkpoint.dtype)
+        draft.borrow(target)
+        matrices = (target.embedding_weight.cpu(), target.head_weight.cpu())
+        read_back = verify_folder(compared, draft, *matrices, checkpoint.dtype)
+        replace_folder(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return ImportResult(layout, folder, notes, read_back)
 
 
@@ -182,8 +191,9 @@ def import_folder(
 def warm_start(draft: DSparkDraft, source: Path) -> WarmStart:
     """Copy what ``source`` has into a new draft; heads that it lacks, or has in another form, stay new.
 
-    Not resuming: optimiser, schedule and data order start afresh. The backbone must fit entirely; its
-    parameters are set to NaN first, so that none can be left out unnoticed.
+    Not resuming: optimiser, schedule and data order start afresh. What was taken and filled in is printed.
+    The backbone must fit entirely; its parameters are set to NaN first, so that none can be left out
+    unnoticed.
 
     Args:
         draft: new, made from its target.
@@ -224,7 +234,24 @@ def warm_start(draft: DSparkDraft, source: Path) -> WarmStart:
         )
     if fresh:
         notes.append(f"new: {', '.join(sorted({name.split('.')[0] for name in fresh}))}")
-    return WarmStart(layout, copied, fresh, notes)
+    report = WarmStart(layout, copied, fresh, notes)
+    _say(source, report)
+    return report
+
+
+def _say(source: Path, report: WarmStart) -> None:
+    """Print, on one process, what training starts from and what was filled in."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    @rank_zero_only
+    def say() -> None:
+        print(
+            f"starting from {source} ({report.layout}): {len(report.copied)} tensors, optimiser and schedule new"
+        )
+        for note in report.notes:
+            print(f"note: {note}")
+
+    say()
 
 
 def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> list[str]:
@@ -238,7 +265,7 @@ def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> 
     if config["target_layer_ids"] != list(own.layer_ids):
         wrong.append(f"target_layer_ids {config['target_layer_ids']} (this run: {list(own.layer_ids)})")
     if wrong:
-        raise UserError(f"init_from {source}: {'; '.join(wrong)}; give the run the source's values")
+        raise UserError(f"model.init_from {source}: {'; '.join(wrong)}; give the run the source's values")
     notes = [
         f"{name} was {config[name]}, is {getattr(own, name)}"
         for name in ("block_size", "mask_token_id")
@@ -246,11 +273,9 @@ def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> 
     ]
     if not config["sample_from_anchor"]:
         notes.append("its slots predicted their own positions, and learn to predict the next ones")
-    theirs = config["rope_parameters"]
-    if theirs is not None and theirs["rope_theta"] != (own.rope_parameters or {}).get("rope_theta"):
-        notes.append(
-            f"rope_theta was {theirs['rope_theta']}, is {(own.rope_parameters or {}).get('rope_theta')}"
-        )
+    theirs, ours = config["rope_parameters"], rope_parameters(own.to_dict())
+    if theirs is not None and theirs != ours:
+        notes.append(f"the rope settings were {theirs}, are {ours}")
     return notes
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark_train.evaluation.redaction import redact
 from dspark_train.interchange.checkpoint import write_json
 
 if TYPE_CHECKING:
@@ -16,28 +16,8 @@ if TYPE_CHECKING:
     from dspark_train.interchange.export import ExportResult
     from dspark_train.interchange.temperature import SingleTemperature
 
-SECRET_NAMES = re.compile(
-    r"(^|_)(token|tokens?_file|api_?key|key|secret|password|passwd|credentials?)$", re.IGNORECASE
-)
-"""Names of settings whose value is never written."""
-SECRET_VALUES = re.compile(
-    r"(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[0-9A-Z]{16})|(?<=://)[^/\s@]+@"
-)
-"""Keys of well-known services, and credentials inside addresses."""
-
 RECIPE_SECTIONS = ("draft", "objective", "optimizer", "data", "trainer")
 """Sections of ``config.yaml`` that the card shows."""
-
-
-def redact(value: Any, name: str = "") -> Any:
-    """Return a setting without secrets: by its name, or by what it looks like."""
-    if isinstance(value, dict):
-        return {key: redact(entry, str(key)) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(entry, name) for entry in value]
-    if value is not None and SECRET_NAMES.search(name):
-        return "(left out)"
-    return SECRET_VALUES.sub("(left out)", value) if isinstance(value, str) else value
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -167,9 +147,10 @@ def _suites(run: RunFolder) -> str:
         if section is None:
             continue
         parts.append(section.lead)
+        folded = [figure.table for figure in section.figures if figure.table is not None]
         parts += [
             f"**{entry.caption}**\n\n{table(entry.header, entry.rows)}"
-            for entry in section.tables
+            for entry in (*section.tables, *folded)
             if entry.rows
         ]
     return "\n\n".join(parts)

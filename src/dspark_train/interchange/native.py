@@ -6,6 +6,7 @@ Every other layout of this package is translated to and from it. Shape legend: :
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,35 @@ def layer_fields(raw: Mapping[str, Any], where: str, notes: list[str]) -> dict[s
             f"filled in {', '.join(f'{name} {LAYER_FIELDS[name]}' for name in filled)} (Qwen3's defaults)"
         )
     types = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
-    if set(types) != {"full_attention"} or raw.get("use_sliding_window"):
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise UserError(f"{where}: layer_types {types!r}; only full_attention drafts are supported")
+    if raw.get("use_sliding_window"):
+        raise UserError(f"{where}: use_sliding_window is set; only full_attention drafts are supported")
+    partial = _rope_settings(raw, where).get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
         raise UserError(
-            f"{where}: layer_types {sorted(set(types))}; only full_attention drafts are supported"
+            f"{where}: partial_rotary_factor {partial}; a draft's layers rotate whole heads, and without it the "
+            "draft would be another one"
         )
     fields["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
     fields["rope_parameters"] = rope_parameters(raw)
     return fields
+
+
+def _rope_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return all rope settings of a stranger's configuration, after checking what they are made of."""
+    settings: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = raw.get(name) or {}
+        if not isinstance(value, dict):
+            raise UserError(f"{where}: {name} {value!r}; expected an object")
+        settings |= value
+    settings = {"partial_rotary_factor": raw.get("partial_rotary_factor"), **settings}
+    theta = settings.get("rope_theta", raw.get("rope_theta"))
+    number = isinstance(theta, int | float) and not isinstance(theta, bool)
+    if theta is not None and not (number and 0 < theta < math.inf):
+        raise UserError(f"{where}: rope_theta {theta!r}; expected a positive number")
+    return settings
 
 
 def _is_size(value: Any) -> bool:
@@ -297,9 +320,18 @@ def read_native(folder: Path) -> DraftCheckpoint:
         if name not in raw and name in ("enable_confidence_head", "confidence_head_with_markov"):
             notes.append(f"{name} is missing and counts as false, as in vLLM")
     config["markov_head_type"] = head_type(raw.get("markov_head_type"), config["markov_rank"], where, notes)
-    reduced = raw.get("draft_vocab_size")
-    config["draft_vocab_size"] = reduced if reduced and reduced < config["vocab_size"] else None
+    config["draft_vocab_size"] = reduced_vocabulary(raw, config["vocab_size"], where)
     return read_weights(folder, config, notes)
+
+
+def reduced_vocabulary(raw: Mapping[str, Any], vocabulary: int, where: str) -> int | None:
+    """Return U where ``raw`` states a draft vocabulary smaller than the target's; None where U = V."""
+    reduced = raw.get("draft_vocab_size")
+    if reduced is None or reduced == vocabulary:
+        return None
+    if not _is_size(reduced) or reduced > vocabulary:
+        raise UserError(f"{where}: draft_vocab_size {reduced!r} is not in 1..{vocabulary}")
+    return int(reduced)
 
 
 def head_type(value: Any, rank: int, where: str, notes: list[str]) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dspark_train.errors import UserError
+from dspark_train.evaluation.redaction import LEFT_OUT, redact
 from dspark_train.structures import DecodingTrace
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ class Server:
         """
         if not re.match(r"https?://[^/]+", url):
             raise UserError(f"url {url!r}: expected http://host:port")
+        if "@" in url.split("/")[2]:
+            raise UserError(
+                "url: holds credentials; name the variable with the key by --key_variable instead"
+            )
         self.root = url.rstrip("/").removesuffix("/v1")
         self.timeout = timeout_seconds
         self.headers = {"Content-Type": "application/json"}
@@ -135,11 +140,16 @@ class Server:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 return str(answer.read().decode("utf-8"))
         except urllib.error.HTTPError as error:
-            detail = error.read(500).decode("utf-8", "replace").strip()
+            detail = self._without_key(error.read(500).decode("utf-8", "replace").strip())
             raise UserError(f"{self.root}{path}: the server answers {error.code}: {detail}") from error
         except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
             reason = getattr(error, "reason", error)
             raise UserError(f"{self.root}{path}: no answer ({reason}); is the server running?") from error
+
+    def _without_key(self, text: str) -> str:
+        """What a server answers, without the key, which some echo."""
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return str(redact(text.replace(key, LEFT_OUT) if key else text))
 
     def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return one answer as JSON."""
@@ -147,7 +157,8 @@ class Server:
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{self.root}{path}: the answer is not JSON: {text[:80]!r}") from error
+            shown = self._without_key(text)[:80]
+            raise UserError(f"{self.root}{path}: the answer is not JSON: {shown!r}") from error
 
     def model(self) -> str:
         """Name of the served model."""

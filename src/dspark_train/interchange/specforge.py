@@ -8,7 +8,7 @@ from pathlib import Path
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json
 from dspark_train.interchange.dflash import nested_fields
-from dspark_train.interchange.native import head_type, layer_fields, read_weights
+from dspark_train.interchange.native import head_type, layer_fields, read_weights, reduced_vocabulary
 
 
 def read_specforge(folder: Path) -> DraftCheckpoint:
@@ -26,14 +26,13 @@ def read_specforge(folder: Path) -> DraftCheckpoint:
         raise UserError(f"{path}: markov_rank {rank!r}; expected an integer")
     kind = nested.get("markov_head_type", raw.get("markov_head_type"))
     confidence = nested.get("enable_confidence_head", nested.get("use_confidence_head", False))
-    reduced = raw.get("draft_vocab_size")
     config |= {
         "markov_rank": rank,
         "markov_head_type": head_type(kind, rank, str(path), notes),
         "enable_confidence_head": bool(confidence),
         "confidence_head_with_markov": bool(nested.get("confidence_head_with_markov", rank > 0)),
         "sample_from_anchor": True,
-        "draft_vocab_size": reduced if reduced and reduced < config["vocab_size"] else None,
+        "draft_vocab_size": reduced_vocabulary(raw, config["vocab_size"], str(path)),
     }
     if "confidence_head_with_markov" not in nested and confidence:
         notes.append("confidence_head_with_markov is missing and counts as true, as in SpecForge")

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json
-from dspark_train.interchange.native import LAYER_FIELDS, dtype_name, head_type, layer_fields, read_weights
+from dspark_train.interchange.native import (
+    LAYER_FIELDS,
+    dtype_name,
+    head_type,
+    layer_fields,
+    read_weights,
+    reduced_vocabulary,
+)
 
 SPECULATORS_VERSION = "0.9.0"
 """Version of the speculators library whose layout is written."""
@@ -67,10 +74,9 @@ def read_speculators(folder: Path) -> DraftCheckpoint:
     if not config["sample_from_anchor"]:
         config["block_size"] -= 1
         notes.append(f"block_size {raw['block_size']} counts the anchor: {config['block_size']} draft tokens")
-    reduced = raw.get("draft_vocab_size")
-    config["draft_vocab_size"] = reduced if reduced and reduced < config["vocab_size"] else None
+    reduced = config["draft_vocab_size"] = reduced_vocabulary(raw, config["vocab_size"], str(path))
     checkpoint = read_weights(folder, config, notes)
-    if config["draft_vocab_size"] is not None and "lm_head.weight" not in checkpoint.tensors:
+    if reduced is not None and "lm_head.weight" not in checkpoint.tensors:
         raise UserError(
             f"{folder}: a reduced vocabulary needs lm_head.weight [{reduced}, {config['hidden_size']}]"
         )
