@@ -8,8 +8,9 @@ A cache is a folder::
 
 Samples are found by a digest of their tokens, so that training and held-out samples share one cache and a
 sample that the cache has never seen cannot be mistaken for another. What is read is bit for bit what the
-target computed (``storage: exact``); ``fp8`` halves the size of the features and rounds them: its
-effect on the losses has not been measured. Letters as in :mod:`dspark_train.structures`.
+target computed (``storage: exact``); ``fp8`` halves the size of the features and rounds them, which changed
+a trained draft's held-out loss by 0.0002 (``benchmarks/feature_cache.py``). Letters as in
+:mod:`dspark_train.structures`.
 """
 
 from __future__ import annotations
