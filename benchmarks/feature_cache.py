@@ -6,14 +6,13 @@ nothing. The table goes into ``benchmarks/README.md``.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from table import machine, write_table
+from table import machine, run_argument, write_table
 
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.target.config import TargetConfig
@@ -21,7 +20,7 @@ from dspark_train.training.cache_builder import CacheBuilder
 from dspark_train.training.feature_cache import FeatureCache, Storage
 from dspark_train.training.module import DSparkModule
 from dspark_train.training.optimizer import OptimizerConfig
-from dspark_train.training.run import Run, load_run
+from dspark_train.training.run import Run
 from dspark_train.training.terms import ObjectiveConfig
 
 
@@ -57,17 +56,11 @@ def held_out(run: Run, cache: FeatureCache | None) -> tuple[dict[str, float], fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", type=Path, help="folder of a finished run")
-    args = parser.parse_args()
-    run = load_run(args.run)
-    run.data.setup("validate")
+    run = run_argument(__doc__)
     store = run.data.store(run.data.val_split)
     storages: tuple[Storage, ...] = ("exact", "fp8")
     results: dict[str, tuple[Any, ...]] = {}
-    with tempfile.TemporaryDirectory(dir=args.run) as folder:
+    with tempfile.TemporaryDirectory(dir=run.folder) as folder:
         for kind in ("fresh", *storages):
             cache, size, building = None, 0, 0.0
             if kind != "fresh":

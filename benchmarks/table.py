@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
 import torch
 
-from dspark_train.training.run import environment
+from dspark_train.training.run import Run, environment, load_run
 
 README = Path(__file__).parent / "README.md"
 
@@ -30,6 +31,17 @@ def write_table(name: str, command: str, caption: str, lines: list[str]) -> None
         text = f"{text.rstrip()}\n\n{body}\n"
     README.write_text(text)
     print(body)
+
+
+def run_argument(description: str | None) -> Run:
+    """The finished run that the only argument of the command line names, opened for validation."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    run = load_run(parser.parse_args().run)
+    run.data.setup("validate")
+    return run
 
 
 class PeakMemory:

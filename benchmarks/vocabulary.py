@@ -7,27 +7,17 @@ table goes into ``benchmarks/README.md``; what the reduction saves stands in tha
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
-from table import machine, write_table
+from table import machine, run_argument, write_table
 
 from dspark_train.training.module import answer_token_counts, choose_vocabulary
-from dspark_train.training.run import load_run
 
 COVERAGES = (1.0, 0.999, 0.99, 0.95)
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", type=Path, help="folder of a finished run")
-    args = parser.parse_args()
-    run = load_run(args.run)
-    run.data.setup("validate")
+    run = run_argument(__doc__)
     train, held = run.data.store(run.data.train_split), run.data.store(run.data.val_split)
     size = run.target.vocab_size
     counts = answer_token_counts(train, size)

@@ -74,7 +74,7 @@ def write_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
 
 
 def tiny_recipe(folder: Path) -> dict[str, Any]:
-    """Write a tiny target and conversations into ``folder``; returns the sections of a config that name them."""
+    """Write a tiny target and conversations into ``folder``; returns a config's sections but trainer and run."""
     write_target(folder / "target")
     write_rows(folder / "rows.jsonl", tiny_conversations(36))
     return {
@@ -88,4 +88,6 @@ def tiny_recipe(folder: Path) -> dict[str, Any]:
             "num_anchors": 4,
             "cache_dir": str(folder / "cache"),
         },
+        "draft": {"num_layers": 1, "block_size": 3, "markov_rank": 4},
+        "optimizer": {"lr": 3e-3},
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dspark_train.data.collect import CollectOptions, Deduplicate, Filters, collect
+from dspark_train.data.files import count_lines
 from dspark_train.data.options import SplitShares
 from dspark_train.data.regenerate import Generate, Regenerate, regenerate
 from dspark_train.data.sources import Source, count_rows
@@ -91,7 +92,7 @@ def prepare(
             result = collect(options, output, lambda rows: bar(rows, None))
     if "regenerate" in wanted:
         _require(result, "collect")
-        with _progress("regenerate", "conversations", _lines(result)) as bar:
+        with _progress("regenerate", "conversations", count_lines(result)) as bar:
             result = regenerate(
                 result,
                 output,
@@ -136,11 +137,6 @@ def _require(path: Path, stage: str) -> None:
 def _total_rows(sources: Sequence[Source]) -> int | None:
     counts = [count_rows(source) for source in sources]
     return None if None in counts else sum(count or 0 for count in counts)
-
-
-def _lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
 
 
 def load_tokenizer(target: str) -> Any:

@@ -22,8 +22,6 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ready")
     config = {
         **tiny_recipe(folder),
-        "draft": {"num_layers": 1, "block_size": 3, "markov_rank": 4},
-        "optimizer": {"lr": 3e-3},
         "trainer": {
             "accelerator": "cpu",
             "precision": "32-true",

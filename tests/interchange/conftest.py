@@ -29,6 +29,22 @@ SIZES: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
+    """Make a module's ``to_native`` give one tensor's rows in the wrong order."""
+
+    def swap(module: Any, name: str) -> None:
+        original = module.to_native
+
+        def swapped(checkpoint: Any) -> Any:
+            config, tensors = original(checkpoint)
+            return config, {**tensors, name: tensors[name].flip(0)}
+
+        monkeypatch.setattr(module, "to_native", swapped)
+
+    return swap
+
+
 @pytest.fixture(scope="session")
 def make_target() -> Callable[..., FrozenTarget]:
     def make(family: str = "qwen3", **overrides: Any) -> FrozenTarget:

@@ -147,17 +147,11 @@ def test_a_draft_of_a_same_shaped_target_is_found_out_by_its_copies(
 
 
 def test_an_import_that_fails_the_comparison_leaves_nothing(
-    native: Path, target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: Path, target: FrozenTarget, tmp_path: Path, sabotage: Callable[[Any, str], None]
 ) -> None:
     from dspark_train.interchange import importing
 
-    def swapped(checkpoint: Any) -> Any:
-        config, tensors = original(checkpoint)
-        name = "layers.0.mlp.up_proj.weight"
-        return config, {**tensors, name: tensors[name].flip(0)}
-
-    original = importing.to_native
-    monkeypatch.setattr(importing, "to_native", swapped)
+    sabotage(importing, "layers.0.mlp.up_proj.weight")
     with pytest.raises(UserError, match="gives another draft"):
         import_folder(native, tmp_path / "in", target)
     assert [path.name for path in tmp_path.iterdir()] == ["native"]

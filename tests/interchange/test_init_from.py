@@ -44,8 +44,6 @@ def test_training_starts_from_a_foreign_backbone_with_new_heads(
 ) -> None:
     config = {
         **tiny_recipe(tmp_path),
-        "draft": {"num_layers": 1, "block_size": 3, "markov_rank": 4},
-        "optimizer": {"lr": 3e-3},
         "trainer": {
             "accelerator": "cpu",
             "precision": "32-true",

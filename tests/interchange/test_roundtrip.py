@@ -354,17 +354,11 @@ def test_a_wrong_rewrite_is_caught_by_reading_back(
     make_draft: Callable[..., DSparkDraft],
     target_weights: TargetWeights,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    sabotage: Callable[[Any, str], None],
 ) -> None:
     from dspark_train.interchange import export
 
-    def swapped(checkpoint: Any) -> Any:
-        config, tensors = original(checkpoint)
-        name = "layers.0.self_attn.k_proj.weight"
-        return config, {**tensors, name: tensors[name].flip(0)}
-
-    original = export.to_native
-    monkeypatch.setattr(export, "to_native", swapped)
+    sabotage(export, "layers.0.self_attn.k_proj.weight")
     with pytest.raises(UserError, match="gives another draft"):
         export_draft(make_draft("vanilla"), target_weights, tmp_path / "out")
     assert not (tmp_path / "out").exists()

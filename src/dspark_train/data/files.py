@@ -30,6 +30,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def count_lines(path: Path) -> int:
+    """Lines of a file; only a newline ends one."""
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file: processes that make the same thing wait for the first one."""

@@ -31,6 +31,7 @@ from dspark_train.data.conversations import (
     read_rows,
     reading,
 )
+from dspark_train.data.files import count_lines
 from dspark_train.errors import UserError
 
 Format = Literal["auto", "messages", "conversations", "pairs", "prompts", "text", "tokens"]
@@ -181,8 +182,7 @@ def _is_saved(folder: Path) -> bool:
 def _count_file(path: Path) -> int | None:
     """Lines of a JSONL file, rows of a Parquet file."""
     if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            return sum(1 for _ in file)
+        return count_lines(path)
     if path.suffix == ".parquet":
         import pyarrow.parquet
 

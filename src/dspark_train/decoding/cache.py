@@ -12,7 +12,7 @@ buffer up to a limit. Nothing is concatenated, and a rejected token is forgotten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -111,15 +111,6 @@ class RowLayout:
     def cell(self) -> Tensor:
         """``[S]`` int64: place of each row in the flattened grid."""
         return (self.slot - self.first_slot) * max(self.counts) + self.offset
-
-    @property
-    def end(self) -> int:
-        """Position after the last row of the last slot."""
-        return self.starts[-1] + self.counts[-1]
-
-    def extended(self, rows: int) -> RowLayout:
-        """The same with ``rows`` more after the last one."""
-        return replace(self, counts=[*self.counts[:-1], self.counts[-1] + rows])
 
     @property
     def reach(self) -> int:

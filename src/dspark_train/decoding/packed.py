@@ -27,7 +27,8 @@ class PackedLinears:
 
     def __init__(self, owner: nn.Module, head: Tensor | None = None) -> None:
         """Copy the weights of every linear layer of ``owner``, and ``head [V, d]``, that lose nothing by it."""
-        self.modules = [module for module in owner.modules() if type(module) is nn.Linear]
+        linears = (module for module in owner.modules() if type(module) is nn.Linear)
+        self.modules = [module for module in linears if module.weight is not head]
         self.forwards = [packed_product(module.weight, module.bias) for module in self.modules]
         self.head = None if head is None else packed_product(head)
         """Product with the rows of the head; None where it is not packed."""

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dspark_train.data.dataset import ExampleStore, write_json
+from dspark_train.data.dataset import ExampleStore
+from dspark_train.data.files import file_digest, write_json
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.feature_cache import (
@@ -32,7 +33,6 @@ from dspark_train.training.feature_cache import (
     digest_tokens,
     encode_fp8,
     estimate_cache,
-    file_sha256,
     identity_of,
 )
 from dspark_train.training.objective import target_logsumexp
@@ -219,7 +219,7 @@ class CacheBuilder:
         aside = path.with_suffix(".tmp")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(aside))
         aside.replace(path)
-        shard = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        shard = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_digest(path)}
         extra = {"content": _content_digest(digests), "identity": asdict(self.identity)}
         write_json(self._path(number, ".json"), shard | extra)
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dspark_train.data.files import file_digest
 from dspark_train.errors import UserError
 from dspark_train.structures import TargetStates, TokenBatch
 from dspark_train.target.frozen import FrozenTarget
@@ -235,13 +236,7 @@ def check_shard(path: Path, shard: dict[str, Any], verify: bool = True) -> None:
             f"the cache shard {path} is truncated ({path.stat().st_size} of {shard['bytes']} bytes): "
             "delete it and build again"
         )
-    if verify and file_sha256(path) != shard["sha256"]:
+    if verify and file_digest(path) != shard["sha256"]:
         raise UserError(
             f"the cache shard {path} is corrupt (its SHA-256 has changed): delete it and build again"
         )
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
