@@ -134,7 +134,7 @@ def test_buffers_start_finite() -> None:
     key, value = cache.buffers(0, torch.ones(2, 1, 8), torch.ones(2, 1, 8))
     assert key.isfinite().all()
     assert value.isfinite().all()
-    assert cache.bytes == 2 * 1000 * 2 * 8 * 4
+    assert cache.bytes == 2 * 1024 * 2 * 8 * 4  # whole tiles of positions
 
 
 def test_attention_with_sinks_is_refused() -> None:

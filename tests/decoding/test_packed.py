@@ -10,8 +10,9 @@ from tiny_models import tiny_target
 from torch import nn
 
 from dspark_train.decoding.cache import RowLayout
-from dspark_train.decoding.packed import MOST, packed_linears, packed_product
+from dspark_train.decoding.packed import MOST, PackedLinears, packed_linears, packed_product
 from dspark_train.decoding.target_pass import TargetPass
+from dspark_train.target.frozen import has_fast_bfloat16
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -56,15 +57,110 @@ def test_product_is_float32s(rows: int, out: int, size: int, bias: bool, seed: i
         lambda weight: weight * 1e6,
         lambda weight: weight * 1e-6,
         lambda weight: weight * float("nan"),
-        lambda weight: weight.bfloat16(),
+        lambda weight: weight.half(),
         lambda weight: weight[:, :0],
     ],
-    ids=["full precision", "large", "small", "not a number", "bfloat16", "sharded away"],
+    ids=["full precision", "large", "small", "not a number", "half precision", "sharded away"],
 )
 def test_weights_that_would_change_stay(spoil) -> None:
     weight = torch.randn(24, 32).bfloat16().float()
     assert packed_product(weight) is not None
     assert packed_product(spoil(weight)) is None
+
+
+fast_bfloat16 = pytest.mark.skipif(not has_fast_bfloat16(CPU), reason="this processor emulates bfloat16")
+
+
+@fast_bfloat16
+@given(
+    rows=st.integers(1, MOST + 3),
+    out=st.integers(1, 40),
+    size=st.integers(1, 70),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_bfloat16_product_rounds_once(rows: int, out: int, size: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, size, generator=generator).bfloat16()
+    offset = torch.randn(out, generator=generator).bfloat16() if bias else None
+    x = torch.randn(2, rows, size, generator=generator).bfloat16()[1:]
+    product = packed_product(weight, offset)
+    assert product is not None
+    exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    got = product(x)
+    assert got.dtype == torch.bfloat16
+    # one rounding to bfloat16's eight bits, after a sum in float32
+    assert ((got - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-18 * size).all()
+
+
+@fast_bfloat16
+@given(
+    rows=st.integers(2, MOST), out=st.sampled_from([192, 576, 1536]), size=st.sampled_from([64, 576, 1536])
+)
+@settings(deadline=None, max_examples=25)
+def test_a_row_does_not_depend_on_its_neighbours(rows: int, out: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    product = packed_product(torch.randn(out, size, generator=generator).bfloat16())
+    assert product is not None
+    x = torch.randn(rows, size, generator=generator).bfloat16()
+    together = product(x)
+    assert torch.equal(together, torch.cat([product(x[row : row + 1]) for row in range(rows)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=fast_bfloat16)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_share_a_product(dtype: torch.dtype, bias: bool) -> None:
+    sizes = {"q_proj": 12, "k_proj": 4, "v_proj": 4}
+    owner = nn.ModuleDict({name: nn.Linear(8, out, bias=bias) for name, out in sizes.items()})
+    owner = owner.bfloat16().to(dtype)
+    x, y = torch.randn(2, 3, 8).to(dtype)
+    expected = {name: (owner[name](x), owner[name](y)) for name in sizes}
+    packed = PackedLinears(owner, groups=[tuple(sizes)])
+    assert len(packed.shared) == 1
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    with packed:
+        # in any order, one left out, one asked twice, inputs alternating
+        for name, which in [
+            ("k_proj", 0),
+            ("v_proj", 0),
+            ("q_proj", 1),
+            ("q_proj", 0),
+            ("q_proj", 0),
+            ("v_proj", 1),
+        ]:
+            torch.testing.assert_close(owner[name]((x, y)[which]), expected[name][which], **tolerance)
+        many = torch.randn(MOST + 1, 8).to(dtype)
+        torch.testing.assert_close(
+            owner["k_proj"](many), nn.functional.linear(many, *owner["k_proj"].parameters())
+        )
+    assert packed.shared[0].input is None
+    assert packed.shared[0].outputs == {}
+
+
+def test_neighbours_that_differ_stay_apart() -> None:
+    odd = nn.ModuleDict({"gate_proj": nn.Linear(8, 4), "up_proj": nn.Linear(6, 4)}).bfloat16().float()
+    assert PackedLinears(odd, groups=[("gate_proj", "up_proj")]).shared == []
+    one_rounds = nn.ModuleDict({"gate_proj": nn.Linear(8, 4).bfloat16().float(), "up_proj": nn.Linear(8, 4)})
+    packed = PackedLinears(one_rounds, groups=[("gate_proj", "up_proj")])
+    assert packed.shared == []
+    assert list(packed.forwards) == [one_rounds["gate_proj"]]
+
+
+@fast_bfloat16
+@pytest.mark.parametrize("rows", [2, 6])
+def test_bfloat16_verification_gives_plain_decodings_bits(rows: int) -> None:
+    target = tiny_target()
+    target.model.bfloat16()
+    ids = torch.arange(5, 5 + 2 * rows)
+    passes = []
+    for width in (1, rows):
+        with torch.inference_mode(), TargetPass(target, 1, 60, features=True) as run:
+            run(torch.arange(40, 44), RowLayout([4], [0], CPU))
+            starts = range(0, len(ids), width)
+            hidden = [run(ids[at : at + width], RowLayout([width], [4 + at], CPU))[0] for at in starts]
+            passes.append(target.lm_head(torch.cat(hidden)))
+    assert torch.equal(*passes)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6, MOST, MOST + 1])

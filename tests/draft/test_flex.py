@@ -51,8 +51,11 @@ def case(heads: int, kv_heads: int, seed: int, counts: tuple[int, ...] = (3, 0, 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("form", ["explicit", "flex"])
-def test_values_and_gradients_equal_the_dense_form(form: str, heads: int, kv_heads: int) -> None:
-    tensors, blocks, batch, length = case(heads, kv_heads, 0)
+@pytest.mark.parametrize("counts", [(3, 0, 2), (2, 2)])
+def test_values_and_gradients_equal_the_dense_form(
+    form: str, heads: int, kv_heads: int, counts: tuple[int, ...]
+) -> None:
+    tensors, blocks, batch, length = case(heads, kv_heads, 0, counts)
     oracle = dense(*tensors, blocks, 0.3)
     if form == "flex":
         # the eager form on CPUs has no backward; the compiled one on GPUs has

@@ -7,6 +7,9 @@
 A pass brings rows of any number of requests, any number each. Linear layers see the S rows and nothing else;
 attention writes each row's key and value at its position of its request's buffer and reads that request's
 buffer up to a limit. Nothing is concatenated, and a rejected token is forgotten by being overwritten.
+
+The limit moves in tiles: a row verified among others then adds up the same numbers in the same order as the row that
+plain decoding brings alone, and gets the same bits (where the products do, :mod:`dspark_train.decoding.packed`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TILE = 64
+"""Positions by which the part of the cache that rows read grows; what lies beyond their own is masked."""
+
 
 class RaggedCache:
     """Buffers ``[R, K, C, h]`` of keys and of values for every layer, made when a layer first writes."""
@@ -28,9 +34,9 @@ class RaggedCache:
 
         Args:
             slots: requests that fit at once.
-            length: positions that fit in each.
+            length: positions that must fit in each; rounded up to whole tiles.
         """
-        self.slots, self.length = slots, length
+        self.slots, self.length = slots, _whole_tiles(length)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -114,8 +120,9 @@ class RowLayout:
 
     @property
     def reach(self) -> int:
-        """Positions that any row can see, from 0."""
-        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+        """Positions that rows read, from 0: all that any of them can see, and the rest of the last tile."""
+        most = max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+        return most if self.block else _whole_tiles(most)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask ``[R, max count, reach]``; None where every row sees all of it.
@@ -126,7 +133,7 @@ class RowLayout:
         """
         if window is not None and window >= self.reach:
             window = None
-        if self.single and window is None and (self.block or self.counts[0] == 1):
+        if self.single and window is None and self.block:
             return None
         starts = torch.tensor(self.starts, device=self.device)[:, None]
         counts = torch.tensor(self.counts, device=self.device)[:, None]
@@ -189,8 +196,14 @@ class RaggedStep:
         heads, groups = query.shape[0], query.shape[0] // key.shape[0]
         if layout.single:
             if self._is_prefill(window, softcap):
+                own = layout.counts[0]
                 mixed = F.scaled_dot_product_attention(
-                    query[None], keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1
+                    query[None],
+                    keys[:, :, :own],
+                    values[:, :, :own],
+                    is_causal=True,
+                    scale=scale,
+                    enable_gqa=groups > 1,
                 )
                 return mixed[0].transpose(0, 1)
             grid = query[None]
@@ -206,7 +219,7 @@ class RaggedStep:
 
     def _is_prefill(self, window: int | None, softcap: float | None) -> bool:
         layout = self.layout
-        whole = window is None or window >= layout.reach
+        whole = window is None or window >= layout.counts[0]
         fresh = layout.starts[0] == 0 and layout.counts[0] > 1 and not layout.block
         return fresh and whole and softcap is None
 
@@ -217,6 +230,10 @@ class RaggedStep:
             mask = self.layout.mask(window, dtype)
             self._masks[key] = mask if mask is None else mask.repeat(1, groups, 1)[:, None]
         return self._masks[key]
+
+
+def _whole_tiles(length: int) -> int:
+    return -(-length // TILE) * TILE
 
 
 def _attention(

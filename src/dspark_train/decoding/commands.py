@@ -48,14 +48,13 @@ def decode(
         top_p: nucleus kept by sampling; 1 keeps all.
         seconds: time for each sampling temperature; prompts of all domains take turns until it is over.
         split: whose prompts.
-        dtype: of target and draft. Left out: float32 on a CPU, where it is exact and fastest, else the run's.
+        dtype: of target and draft. Left out: the run's, which is bfloat16 where the hardware computes in it.
         costs: cost table for the schedulers; left out, the run's own, else measured on the spot.
         seed: of sampling and bootstrap.
     """
     from dspark_train.calibration.report import trace_label
     from dspark_train.decoding.measure import Settings, compare, examples, interleave, to_json
     from dspark_train.decoding.sampling import SamplingRule
-    from dspark_train.target.frozen import default_device
     from dspark_train.training.run import load_run
 
     if not temperatures or (prompts is not None and prompts < 1) or max_new_tokens < 2 or seconds <= 0:
@@ -64,7 +63,7 @@ def decode(
             f"max_new_tokens ({max_new_tokens}) at least 2, seconds ({seconds}) above 0"
         )
     rules = [SamplingRule(temperature, top_k, top_p) for temperature in temperatures]
-    opened = load_run(run, dtype or ("float32" if default_device().type == "cpu" else None))
+    opened = load_run(run, dtype)
     chosen = interleave(opened.data.prompts(split))[:prompts]
     if not chosen:
         raise UserError(f"run {run}: its data have no {split} prompts; name another split")
@@ -191,13 +190,12 @@ def profile(
         requests: concurrent requests at which draft and overheads are measured.
         context: tokens of context of every request.
         repetitions: rounds timed at each point.
-        dtype: of target and draft. Left out: float32 on a CPU, else the run's.
+        dtype: of target and draft. Left out: the run's.
     """
     from dspark_train.decoding.profile import measure_costs
-    from dspark_train.target.frozen import default_device
     from dspark_train.training.run import load_run
 
-    opened = load_run(run, dtype or ("float32" if default_device().type == "cpu" else None))
+    opened = load_run(run, dtype)
     table = measure_costs(
         opened.target,
         opened.draft,

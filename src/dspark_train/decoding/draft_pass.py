@@ -17,6 +17,9 @@ from dspark_train.decoding.packed import packed_linears
 from dspark_train.decoding.sampling import SamplingRule, draw
 from dspark_train.draft.model import DSparkDraft
 
+_SAME_INPUT = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Neighbouring layers that read the same states; queries are not asked of the context."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -51,7 +54,7 @@ class DraftPass:
         self.device = draft.fc.weight.device
         self.cache = RaggedCache(slots, length)
         self._token_ids = draft.draft_token_ids
-        self._packed = packed_linears(draft, draft.head_weight)
+        self._packed = packed_linears(draft, draft.head_weight, _SAME_INPUT)
 
     def __enter__(self) -> Self:
         self._packed.__enter__()

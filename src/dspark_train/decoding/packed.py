@@ -1,20 +1,29 @@
 """Linear layers that are as fast for a few rows as for one, on a CPU.
 
 A pass over one row reads every weight once and is bound by memory. A general matrix product of a few rows copies
-each weight into the layout that its kernel wants, which costs more than the product. Here the copy is made once, in
-half precision, which the kernel (FBGEMM's) widens as it reads: half the traffic, and float32 arithmetic. Weights
-trained or published in bfloat16, and held in float32, are half-precision numbers almost without exception, so
-the product is the same; a weight that is not stays as it is. The copies take half the memory of the weights.
+each weight into the layout that its kernel wants, which costs more than the product. Here the copy is made once:
+
+* float32 weights become half-precision numbers, which the kernel (FBGEMM's) widens as it reads: half the traffic,
+  and float32 arithmetic. Weights trained or published in bfloat16, and held in float32, are half-precision numbers
+  almost without exception, so the product is the same; a weight that is not stays as it is.
+* bfloat16 weights keep their numbers, in the layout of oneDNN's kernels, where the processor multiplies in bfloat16.
+
+Layers that read the same input (queries, keys and values; gate and up) become one product. The copies take the
+memory that the weights take in bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dspark_train.target.frozen import has_fast_bfloat16
 
 MOST = 32
 """Rows up to which a packed product is the faster one."""
@@ -22,17 +31,77 @@ MOST = 32
 _packed: WeakKeyDictionary[nn.Module, PackedLinears] = WeakKeyDictionary()
 
 
+class SharedProduct:
+    """One product for several layers that read the same input; each takes its columns."""
+
+    def __init__(self, linears: Sequence[nn.Linear], multiply: Callable[[Tensor], Tensor]) -> None:
+        """``multiply`` gives the outputs of all ``linears``, one after the other."""
+        self.sizes = [linear.out_features for linear in linears]
+        self.multiply = multiply
+        self.input: Tensor | None = None
+        self.outputs: dict[int, Tensor] = {}
+
+    def forward(self, place: int, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Forward function of the layer at ``place``: the first one called with an input computes all."""
+
+        def product(x: Tensor) -> Tensor:
+            if not _small(x):
+                return F.linear(x, linear.weight, linear.bias)
+            if self.input is not x or place not in self.outputs:
+                self.input = x
+                self.outputs = dict(enumerate(self.multiply(x).split(self.sizes, dim=-1)))
+            output = self.outputs.pop(place)
+            if not self.outputs:
+                self.input = None
+            return output
+
+        return product
+
+
 class PackedLinears:
     """Packed copies of weights; while entered, small products use them."""
 
-    def __init__(self, owner: nn.Module, head: Tensor | None = None) -> None:
-        """Copy the weights of every linear layer of ``owner``, and ``head [V, d]``, that lose nothing by it."""
+    def __init__(
+        self, owner: nn.Module, head: Tensor | None = None, groups: Sequence[Sequence[str]] = ()
+    ) -> None:
+        """Copy the weights of every linear layer of ``owner``, and ``head [V, d]``, that lose nothing by it.
+
+        ``groups`` names neighbours that read the same input.
+        """
         linears = (module for module in owner.modules() if type(module) is nn.Linear)
         self.modules = [module for module in linears if module.weight is not head]
-        self.forwards = [packed_product(module.weight, module.bias) for module in self.modules]
+        self.forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
+        self.shared: list[SharedProduct] = []
+        for parent in owner.modules():
+            for names in groups:
+                self._share([getattr(parent, name, None) for name in names])
+        for module in self.modules:
+            if module not in self.forwards:
+                product = packed_product(module.weight, module.bias)
+                if product is not None:
+                    self.forwards[module] = product
         self.head = None if head is None else packed_product(head)
         """Product with the rows of the head; None where it is not packed."""
         self._state = self._now(head)
+
+    def _share(self, neighbours: Sequence[Any]) -> None:
+        if any(type(one) is not nn.Linear or one in self.forwards for one in neighbours):
+            return
+        first: nn.Linear = neighbours[0]
+        alike = all(
+            one.weight.shape[-1:] == first.weight.shape[-1:] and (one.bias is None) == (first.bias is None)
+            for one in neighbours
+        )
+        # each alone first: a joint norm would hide the rounding of a small weight behind a large one
+        if not alike or any(not _packs(one.weight) for one in neighbours):
+            return
+        weight = torch.cat([one.weight.detach() for one in neighbours])
+        bias = None if first.bias is None else torch.cat([one.bias.detach() for one in neighbours])
+        multiply = packed_product(weight, bias)
+        if multiply is not None:
+            self.shared.append(SharedProduct(neighbours, multiply))
+            for place, one in enumerate(neighbours):
+                self.forwards[one] = self.shared[-1].forward(place, one)
 
     def _now(self, head: Tensor | None) -> list[tuple[int, int]]:
         weights = [module.weight for module in self.modules] + ([] if head is None else [head])
@@ -43,25 +112,29 @@ class PackedLinears:
         return self._state != self._now(head)
 
     def __enter__(self) -> None:
-        for module, forward in zip(self.modules, self.forwards, strict=True):
-            if forward is not None:
-                module.forward = forward  # type: ignore[method-assign, assignment]
+        for module, forward in self.forwards.items():
+            module.forward = forward  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *error: object) -> None:
         for module in self.modules:
             vars(module).pop("forward", None)
+        for shared in self.shared:
+            shared.input, shared.outputs = None, {}
 
 
-def packed_linears(owner: nn.Module, head: Tensor | None = None) -> PackedLinears:
+def packed_linears(
+    owner: nn.Module, head: Tensor | None = None, groups: Sequence[Sequence[str]] = ()
+) -> PackedLinears:
     """Packed weights of a model, made at the first call and again where they have changed since.
 
     Args:
         owner: whose linear layers.
         head: ``[V, d]`` LM head where it is no layer of ``owner``.
+        groups: names of neighbouring layers that are called with the same input.
     """
     known = _packed.get(owner)
     if known is None or known.stale(head):
-        known = _packed[owner] = PackedLinears(owner, head)
+        known = _packed[owner] = PackedLinears(owner, head, groups)
     return known
 
 
@@ -69,29 +142,47 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
     """``x ↦ x Wᵀ + b`` with packed weights; None where they would not be the same numbers, or gain nothing.
 
     Args:
-        weight: ``[out, in]``; only float32 on a CPU that FBGEMM supports gains.
+        weight: ``[out, in]``; on a CPU, float32 with FBGEMM or bfloat16 with instructions for it.
         bias: ``[out]``.
     """
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _has_fbgemm():
+    if not _packs(weight):
         return None
-    # sharded over ranks, gathered only while its layer runs; or made so that changes go unnoticed
-    if weight.numel() == 0 or weight.is_inference():
-        return None
-    weight = weight.detach()
-    lost = torch.linalg.vector_norm(weight.half().float() - weight)
-    # less than float32 itself rounds; infinities of weights beyond half precision, and NaN, fail too
-    if not lost <= 2.0**-24 * torch.linalg.vector_norm(weight):
-        return None
-    packed = torch.ops.quantized.linear_prepack_fp16(weight, None if bias is None else bias.detach())
-    multiply = torch.ops.quantized.linear_dynamic_fp16
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    if weight.dtype == torch.float32:
+        packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        multiply = partial(_multiply_half, packed)
+    else:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, MOST)
+        multiply = partial(_multiply_bfloat16, packed, bias)
 
     def product(x: Tensor) -> Tensor:
-        if x.numel() > MOST * x.shape[-1]:
-            return F.linear(x, weight, bias)
-        return multiply(x, packed)
+        return multiply(x) if _small(x) else F.linear(x, weight, bias)
 
     return product
 
 
-def _has_fbgemm() -> bool:
-    return "fbgemm" in torch.backends.quantized.supported_engines
+def _multiply_half(packed: Any, x: Tensor) -> Tensor:
+    return torch.ops.quantized.linear_dynamic_fp16(x, packed)
+
+
+def _multiply_bfloat16(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _small(x: Tensor) -> bool:
+    return x.numel() <= MOST * x.shape[-1]
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether a packed copy of ``weight`` holds the same numbers, and is used."""
+    # empty: sharded over ranks, gathered only while its layer runs; inference: made so that changes go unnoticed
+    if weight.device.type != "cpu" or weight.numel() == 0 or weight.is_inference():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return has_fast_bfloat16(weight.device)
+    if weight.dtype != torch.float32 or "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    weight = weight.detach()
+    lost = torch.linalg.vector_norm(weight.half().float() - weight)
+    # less than float32 itself rounds; infinities of weights beyond half precision, and NaN, fail too
+    return bool(lost <= 2.0**-24 * torch.linalg.vector_norm(weight))

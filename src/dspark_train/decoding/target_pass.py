@@ -25,6 +25,9 @@ ATTENTION = "dspark_ragged"
 _UNSUPPORTED = ("s_aux", "sinks")
 """Arguments of attentions that the ragged form does not compute."""
 
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Neighbouring layers of Hugging Face decoders that read the same states."""
+
 
 def ragged_attention(
     module: torch.nn.Module,
@@ -91,7 +94,7 @@ class TargetPass:
         self.cache = RaggedCache(slots, length)
         self._features = features
         self._tapped: dict[int, Tensor] = {}
-        self._packed = packed_linears(target.model)
+        self._packed = packed_linears(target.model, groups=_SAME_INPUT)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

@@ -21,8 +21,9 @@ from dspark_train.structures import Blocks
 class AttentionLayout:
     """Where the blocks of a batch lie, computed once and used by every layer."""
 
-    table: Tensor
-    """``[B·M]`` int64: index of the j-th block of each sequence; 0 where there is none."""
+    table: Tensor | None
+    """``[B·M]`` int64: index of the j-th block of each sequence, 0 where there is none; None where every sequence
+    has M blocks, and nothing needs to be gathered."""
     slot: Tensor
     """``[N]`` int64: place of each block in the table."""
     visible: Tensor
@@ -44,7 +45,8 @@ class AttentionLayout:
         context = torch.arange(context_length, device=device) < anchors.view(num_sequences, width, 1)
         own = torch.eye(width, dtype=torch.bool, device=device).repeat_interleave(slots, dim=1)
         visible = torch.cat([context, own.expand(num_sequences, -1, -1)], dim=-1)
-        return cls(table, slot, visible.repeat_interleave(slots, dim=1)[:, None])
+        full = count == num_sequences * width
+        return cls(None if full else table, slot, visible.repeat_interleave(slots, dim=1)[:, None])
 
 
 def block_attention(
@@ -60,6 +62,7 @@ def block_attention(
 
     One fused attention per sequence: a row's keys are the context and the slots of all blocks of the sequence, most
     of which the mask hides. That is more arithmetic than the rows need, and still less time than scores of their own.
+    In float32 whatever the operands, since the backward pass of CPUs' fused attention is slower in bfloat16.
 
     Args:
         query: ``[N, γ, H, h]``.
@@ -77,16 +80,22 @@ def block_attention(
     batch, _, kv_heads, _ = context_key.shape
 
     def by_sequence(packed: Tensor) -> Tensor:
-        return packed[layout.table].view(batch, -1, *packed.shape[2:])
+        if layout.table is not None:
+            packed = packed.index_select(0, layout.table)
+        return packed.view(batch, -1, *packed.shape[2:])
 
-    keys = torch.cat([context_key, by_sequence(block_key)], dim=1).transpose(1, 2)
-    values = torch.cat([context_value, by_sequence(block_value)], dim=1).transpose(1, 2)
-    mixed = F.scaled_dot_product_attention(
-        by_sequence(query).transpose(1, 2),
-        keys,
-        values,
-        attn_mask=layout.visible,
-        scale=scale,
-        enable_gqa=heads != kv_heads,
-    )
-    return mixed.transpose(1, 2).reshape(-1, slots, heads, size)[layout.slot]
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).to(accurate)
+
+    accurate = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        mixed = F.scaled_dot_product_attention(
+            wide(by_sequence(query)),
+            wide(torch.cat([context_key, by_sequence(block_key)], dim=1)),
+            wide(torch.cat([context_value, by_sequence(block_value)], dim=1)),
+            attn_mask=layout.visible,
+            scale=scale,
+            enable_gqa=heads != kv_heads,
+        )
+    mixed = mixed.to(query.dtype).transpose(1, 2).reshape(-1, slots, heads, size)
+    return mixed if layout.table is None else mixed.index_select(0, layout.slot)
