@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dspark_train.data.collect import CollectOptions, Deduplicate, Filters, collect
 from dspark_train.data.files import count_lines
 from dspark_train.data.options import SplitShares
-from dspark_train.data.regenerate import Generate, Regenerate, regenerate
+from dspark_train.data.regenerate import Generate, Regenerate, check_collected, regenerate
 from dspark_train.data.sources import Source, count_rows
 from dspark_train.errors import UserError
 
@@ -103,6 +103,7 @@ def prepare(
                 progress=lambda conversations, _tokens: bar(conversations, None),
             )
     elif (output / "regenerated.jsonl").exists():
+        check_collected(output / "regenerated.jsonl", output / "collected.jsonl")
         result = output / "regenerated.jsonl"
     if "tokenize" in wanted:
         from dspark_train.data.build import BuildOptions, build_set

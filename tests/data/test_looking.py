@@ -42,7 +42,10 @@ def test_stats_count_what_the_set_holds(conversations_file: Path, tmp_path: Path
     print_stats(console, tmp_path / "set", 7, 4, tmp_path / "plot.png")
     shown = console.file.getvalue()
     anchors = prepared.split("train").column("anchors")
-    assert f"trains on {sum(min(4, count) for count in anchors.tolist()):,} blocks" in shown
+    blocks = sum(min(4, count) for count in anchors.tolist())
+    tokens = int(prepared.split("train").column("length").sum())
+    rows = [line.split() for line in shown.replace("│", " ").splitlines()]
+    assert ["train", f"{tokens:,}", f"{blocks:,}", f"{7 * blocks:,}"] in rows
     assert "truncated to max_length" in shown
     for domain in ("math", "code", "chat"):
         assert domain in shown

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dspark_train.data.conversations import DroppedConversation, conversation_from_row
-from dspark_train.data.regenerate import AnswerFile, Regenerate, regenerate, request_key
+from dspark_train.data.regenerate import AnswerFile, Regenerate, check_collected, regenerate, request_key
 from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.errors import UserError
 
@@ -40,6 +40,7 @@ class FakeServer:
     ) -> None:
         self.fault, self.tokens, self.reasoning = fault or (lambda number, body: None), tokens, reasoning
         self.inline, self.calls = inline, calls
+        self.prompt: Callable[[list[dict[str, Any]]], list[int]] = lambda said: list(range(len(said) + 1))
         self.active = self.most_active = 0
         self.requests = 0
         self.answered: Counter[str] = Counter()
@@ -118,7 +119,7 @@ class FakeServer:
         reply = {"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
         if self.tokens:
             choice["token_ids"] = [7, 8, 9]
-            reply["prompt_token_ids"] = list(range(len(body["messages"]) + 1))
+            reply["prompt_token_ids"] = self.prompt(body["messages"])
         return reply
 
     def close(self) -> None:
@@ -336,6 +337,43 @@ def test_exact_tokens_are_kept_and_used(serve: Any, collected: Path, tmp_path: P
     conversation = conversation_from_row(rows[1], "w")
     examples = ConversationEncoder(chatml, max_length=100).encode(conversation)
     assert [example.input_ids.tolist() for example in examples] == [[0, 1, 7, 8, 9], [0, 1, 2, 3, 7, 8, 9]]
+
+
+def test_a_server_of_another_model_is_noticed(
+    serve: Any, collected: Path, tmp_path: Path, chatml: Any
+) -> None:
+    encoder = ConversationEncoder(chatml, max_length=1000)
+    foreign = serve(tokens=True)
+    with pytest.raises(UserError, match="it serves another model, or another chat template"):
+        regenerate(collected, tmp_path, options(foreign, concurrency=1), encoder=encoder)
+    kept = rows_of(tmp_path / "regenerated.partial.jsonl")
+    assert len(kept) == 8
+
+    def render(messages: list[dict[str, Any]]) -> list[int]:
+        return list(chatml.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    own = serve(tokens=True)
+    own.prompt = render
+    target = folder(tmp_path, "own")
+    regenerate(collected, target, options(own), encoder=encoder)
+    tally = json.loads((target / "regenerated.json").read_text())
+    assert tally["prompt read as the target reads it"] == 30
+    assert "prompt read otherwise" not in tally
+
+
+def test_answers_to_other_conversations_are_refused(serve: Any, collected: Path, tmp_path: Path) -> None:
+    out = regenerate(collected, tmp_path, options(serve()))
+    check_collected(out, collected)
+    collected.write_text(collected.read_text().replace("question 3", "question three"))
+    with pytest.raises(UserError, match=r"answers another collected\.jsonl"):
+        check_collected(out, collected)
+    collected.unlink()  # answers alone can be tokenized
+    check_collected(out, collected)
+
+
+def test_waiting_doubles_up_to_a_bound() -> None:
+    waits = [Regenerate(backoff=0.5).delay(attempt) for attempt in range(1, 9)]
+    assert waits == [0.5, 1, 2, 4, 8, 15, 15, 15]
 
 
 def test_tokenizing_again_is_checked_where_no_tokens_come(

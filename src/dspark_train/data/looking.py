@@ -84,7 +84,10 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
     )
     for column in ("split", "examples", "tokens", "supervised", "share", "anchors", "per example"):
         table.add_column(column, justify="left" if column == "split" else "right")
-    cost: list[str] = []
+    cost = Table(title=f"cost of an epoch (γ {block_size}, at most {num_anchors} anchors per example)")
+    for column in ("split", "tokens through the target", "blocks", "draft slots, at most"):
+        cost.add_column(column, justify="left" if column == "split" else "right")
+    costs: dict[str, tuple[int, int]] = {}
     stores: dict[str, ExampleStore] = {}
     for split, counts in manifest.splits.items():
         stores[split] = prepared.split(split)
@@ -98,13 +101,10 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
             f"{counts.anchors:,}",
             f"{counts.anchors / counts.examples:.1f}",
         )
-        cost.append(
-            f"{split}: an epoch reads {counts.tokens:,} tokens through the target and trains on {blocks:,} blocks, at "
-            f"most {blocks * block_size:,} slots (γ {block_size}, at most {num_anchors} anchors per example)"
-        )
+        costs[split] = counts.tokens, blocks * block_size
+        cost.add_row(split, f"{counts.tokens:,}", f"{blocks:,}", f"{blocks * block_size:,}")
     console.print(table)
-    for line in cost:
-        console.print(line, highlight=False)
+    console.print(cost)
     lengths = Table(title="quantiles over examples")
     for column in ("", "min", "10 %", "median", "90 %", "99 %", "max"):
         lengths.add_column(column, justify="right" if column else "left")
@@ -135,7 +135,7 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
         for kind, reason, count in rows:
             reasons.add_row(kind, reason, f"{count:,}")
         console.print(reasons)
-    _plot(plot, joined, domains)
+    _plot(plot, joined, domains, costs)
     console.print(f"plot: {plot}")
 
 
@@ -156,11 +156,13 @@ def _left_out_before(folder: Path) -> list[tuple[str, str, int]]:
     ]
 
 
-def _plot(path: Path, columns: dict[str, NDArray[Any]], domains: Counter[str]) -> None:
+def _plot(
+    path: Path, columns: dict[str, NDArray[Any]], domains: Counter[str], costs: dict[str, tuple[int, int]]
+) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    axes = figure.subplots(2, 2).flat
+    figure = Figure(figsize=(14, 6.5), layout="constrained")
+    axes = figure.subplots(2, 3).flat
     for axis, (name, label) in zip(axes, _QUANTITIES.items(), strict=False):
         axis.hist(columns[name], bins=50, color="#4477aa")
         axis.set_xlabel(label)
@@ -168,4 +170,14 @@ def _plot(path: Path, columns: dict[str, NDArray[Any]], domains: Counter[str]) -
     names = [domain for domain, _ in domains.most_common(15)][::-1]
     axes[3].barh(names, [domains[name] for name in names], color="#228833")
     axes[3].set_xlabel("examples")
+    axes[3].set_title("domains", fontsize=10)
+    splits = [*costs][::-1]
+    for axis, which, label in (
+        (axes[4], 0, "tokens through the target"),
+        (axes[5], 1, "draft slots, at most"),
+    ):
+        axis.barh(splits, [costs[split][which] for split in splits], color="#aa3377")
+        axis.set_xlabel(f"{label}, an epoch")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axis.locator_params(axis="x", nbins=4)
     figure.savefig(path, dpi=120)

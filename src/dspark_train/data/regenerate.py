@@ -22,11 +22,19 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 from dspark_train.data.conversations import BadConversation, Conversation, Turn, conversation_from_row
-from dspark_train.data.files import write_json
+from dspark_train.data.files import file_digest, read_json, write_json
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
     from dspark_train.data.tokenize import ConversationEncoder
+
+
+COLLECTED = "collected"
+"""Key of ``regenerated.json``: digest of the file whose conversations were answered."""
+
+_SAME_PROMPT, _OTHER_PROMPT = "prompt read as the target reads it", "prompt read otherwise"
+_PROMPTS_COMPARED = 8
+"""Prompts that must differ before the stage stops: some templates put the date into them."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,10 @@ class Regenerate:
         for server in self.servers:
             if not server.startswith(("http://", "https://")):
                 raise UserError(f"regenerate.servers: {server!r} is no address; expected http://host:port")
+
+    def delay(self, attempt: int) -> float:
+        """Seconds to wait after the ``attempt``-th wrong answer in a row (from 1)."""
+        return self.backoff * min(2 ** (attempt - 1), 30)
 
     def sampling(self) -> dict[str, Any]:
         """The sampling settings that are set."""
@@ -316,6 +328,8 @@ def regenerate(
                     tally["answer tokens"] += (usage or {}).get("completion_tokens", 0)
                 if "turns" in row:
                     tally["with exact tokens"] += 1
+                    if encoder is not None and options.servers:
+                        check_prompt(row["turns"][0]["prompt_ids"], item, encoder, tally)
                 elif encoder is not None:
                     tally.update(retokenization(item, row["usage"], encoder))
                 if progress:
@@ -341,7 +355,7 @@ def regenerate(
         total = _write_in_order(collected, options, target, answers, out)
     finally:
         answers.close()
-        write_json(folder / "regenerated.json", dict(tally))
+        write_json(folder / "regenerated.json", {**tally, COLLECTED: file_digest(collected)})
     if tally["failed"] > options.max_failed_share * (total + tally["failed"]):
         reasons = ", ".join(
             f"{name[8:]}: {count}" for name, count in tally.items() if name.startswith("failed: ")
@@ -352,6 +366,37 @@ def regenerate(
             f"allows ({reasons}); see {bad_path}. Run the stage again to try only those"
         )
     return out
+
+
+def check_collected(regenerated: Path, collected: Path) -> None:
+    """Raise UserError where the answers were given to other conversations than ``collected`` holds."""
+    known = read_json(regenerated.with_suffix(".json")).get(COLLECTED)
+    if known is not None and collected.exists() and known != file_digest(collected):
+        raise UserError(
+            f"{regenerated} answers another {collected.name} than the one beside it: run the stage 'regenerate' again, "
+            "or remove it to train on the collected answers"
+        )
+
+
+def check_prompt(
+    found: Sequence[int], item: Progressing, encoder: ConversationEncoder, tally: Counter[str]
+) -> None:
+    """Compare the tokens that a server read before its first answer with those that the target would read.
+
+    Raises:
+        UserError: most of the first prompts differ, so that another model answers, or another template.
+    """
+    first = next(index for index, message in enumerate(item.messages) if message["role"] == "assistant")
+    asked = replace(item.conversation, messages=item.messages[:first], template=item.template)
+    same = encoder.continue_ids(asked) == list(found)
+    tally[_SAME_PROMPT if same else _OTHER_PROMPT] += 1
+    others = tally[_OTHER_PROMPT]
+    if others >= _PROMPTS_COMPARED and others > tally[_SAME_PROMPT]:
+        raise UserError(
+            f"the server read other tokens than {encoder.tokenizer.name_or_path} makes of the same messages, {others} "
+            f"times (the same ones {tally[_SAME_PROMPT]} times): it serves another model, or another chat template. "
+            "What was answered is kept; name the target that is served, or serve the target"
+        )
 
 
 def retokenization(

@@ -164,7 +164,7 @@ async def _ask(client: httpx.AsyncClient, pool: ServerPool, item: Progressing, o
             attempt += 1
             if attempt > options.retries:
                 raise BadConversation("no valid answer", f"{attempt} tries; last: {wrong}")
-            await asyncio.sleep(min(options.backoff * 2 ** (attempt - 1), 30 * options.backoff))
+            await asyncio.sleep(options.delay(attempt))
 
 
 async def _request(

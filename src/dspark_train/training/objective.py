@@ -192,10 +192,15 @@ def target_logsumexp(
             torch.mm(part, target_head.T, out=logits[: len(part)])
             for low in range(0, len(part), inner):
                 block = logits[low : min(low + inner, len(part))]
-                values = wide[: len(block)].copy_(block)
-                soften(values, softcap)
-                peak = values.amax(-1, keepdim=True)
-                total = values.sub_(peak).exp_().sum(-1)
+                values = wide[: len(block)]
+                if softcap is None:  # widened while the peak is taken off, not in a pass of its own
+                    peak = block.amax(-1, keepdim=True).to(accurate)
+                    torch.sub(block, peak, out=values)
+                else:
+                    soften(values.copy_(block), softcap)
+                    peak = values.amax(-1, keepdim=True)
+                    values.sub_(peak)
+                total = values.exp_().sum(-1)
                 result[start + low : start + low + len(block)] = total.log_().add_(peak[:, 0])
     return result
 
