@@ -4,7 +4,7 @@ environment.
 usage: VENV/bin/python vllm_worker.py JOBS.json
 
 JOBS.json: a list of {"target": DIR, "draft": DIR or null, "prompts": [[ids], ...], "max_tokens": N,
-"max_model_len": N}. Prints a line for each, RESULT and a JSON object: tokens, counters, versions.
+"max_model_len": N, "mend": bool}. Prints a line for each, RESULT and a JSON object: tokens, counters, versions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,39 @@ ENVIRONMENT = {
 """vLLM on the CPU: one process, its draft through Triton's own interpreter."""
 
 
+def mend_grouped_norm() -> bool:
+    """Give every draft layer its own key norm where the engine's kernel does not; whether that was needed.
+
+    vLLM norms the context keys of all draft layers in one call, with one row of weights for each layer. Its GPU kernel
+    reads the layer's row; the CPU kernel of 0.32.0 reads the first row for all of them, so that every layer but the
+    first attends with wrong keys.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models import qwen3_dflash
+
+    weights = torch.tensor([[1.0] * 8, [2.0] * 8])
+    found = torch.empty(2, 1, 1, 8)
+    ops.rms_norm(found, torch.ones(2, 1, 1, 8), weights, 0.0)
+    if torch.allclose(found[1], torch.full((1, 1, 8), 2.0), atol=1e-3):
+        return False
+
+    def normalise(model: Any, keys: torch.Tensor) -> torch.Tensor:
+        normed = torch.empty_like(keys)
+        for layer, weight in enumerate(model._k_norm_weights):
+            ops.rms_norm(normed[layer], keys[layer], weight, model._rms_norm_eps)
+        return normed
+
+    qwen3_dflash.DFlashQwen3Model._normalize_context_k = normalise
+    return True
+
+
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Load the pair, answer the prompts greedily in float32, and read the counters."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
+
+    mended = mend_grouped_norm() if job["mend"] else False
 
     speculative = {"method": "dspark", "model": job["draft"]} if job["draft"] else None
     engine = LLM(
@@ -60,7 +89,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     del engine
     gc.collect()
     cleanup_dist_env_and_memory()
-    return {"tokens": tokens, "counters": counters}
+    return {"tokens": tokens, "counters": counters, "mended": mended}
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from dspark_train.data.conversations import BadConversation, Conversation
 from dspark_train.errors import UserError
@@ -52,6 +52,10 @@ class _Frame:
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
     return isinstance(message["content"], str) and message["content"] != "" and len(message) == 2
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    return type(message) is dict and len(message) == 2 and type(message.get("content")) is str
 
 
 class Renderer:
@@ -109,6 +113,12 @@ class Renderer:
         tools = list(conversation.tools) if conversation.tools else None
         variables = {**self._special, **self._arguments, **conversation.template}
         try:
+            if tools is None and not tags and all(map(_is_text, messages)):
+                # nothing that the library would convert, which takes it as long as the rendering itself
+                text: str = _compile_jinja_template(self._template[False]).render(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **variables
+                )
+                return text, []
             rendered: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
                 tools=tools,  # type: ignore[arg-type]
