@@ -32,9 +32,8 @@ ENVIRONMENT = {
 def mend_grouped_norm() -> bool:
     """Give every draft layer its own key norm where the engine's kernel does not; whether that was needed.
 
-    vLLM norms the context keys of all draft layers in one call, with one row of weights for each layer. Its GPU kernel
-    reads the layer's row; the CPU kernel of 0.32.0 reads the first row for all of them, so that every layer but the
-    first attends with wrong keys.
+    vLLM norms the context keys of all draft layers in one call, with one row of weights for each layer. The CPU kernel
+    of 0.32.0 reads the first row for all of them, so that every layer but the first attends with wrong keys.
     """
     import torch
     from vllm import _custom_ops as ops
