@@ -346,8 +346,7 @@ def test_a_server_of_another_model_is_noticed(
     foreign = serve(tokens=True)
     with pytest.raises(UserError, match="it serves another model, or another chat template"):
         regenerate(collected, tmp_path, options(foreign, concurrency=1), encoder=encoder)
-    kept = rows_of(tmp_path / "regenerated.partial.jsonl")
-    assert len(kept) == 8
+    assert rows_of(tmp_path / "regenerated.partial.jsonl") == []  # they would pass for the target's own
 
     def render(messages: list[dict[str, Any]]) -> list[int]:
         return list(chatml.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
@@ -365,6 +364,12 @@ def test_answers_to_other_conversations_are_refused(serve: Any, collected: Path,
     out = regenerate(collected, tmp_path, options(serve()))
     check_collected(out, collected)
     collected.write_text(collected.read_text().replace("question 3", "question three"))
+    with pytest.raises(UserError, match=r"answers another collected\.jsonl"):
+        check_collected(out, collected)
+    with pytest.raises(UserError, match="no server has answered"):  # an interrupted run changes nothing
+        regenerate(
+            collected, tmp_path, options(serve(lambda number, body: "500"), give_up_after=0.2, retries=99)
+        )
     with pytest.raises(UserError, match=r"answers another collected\.jsonl"):
         check_collected(out, collected)
     collected.unlink()  # answers alone can be tokenized

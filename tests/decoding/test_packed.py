@@ -29,13 +29,17 @@ def half_target() -> nn.Module:
     return target
 
 
-@given(
+PRODUCTS = given(
     rows=st.integers(1, MOST + 3),
     out=st.integers(1, 40),
     size=st.integers(1, 70),
     bias=st.booleans(),
     seed=st.integers(0, 99),
 )
+"""Any small product."""
+
+
+@PRODUCTS
 @settings(deadline=None, max_examples=60)
 def test_product_is_float32s(rows: int, out: int, size: int, bias: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -69,16 +73,13 @@ def test_weights_that_would_change_stay(spoil) -> None:
 
 
 fast_bfloat16 = pytest.mark.skipif(not has_fast_bfloat16(CPU), reason="this processor emulates bfloat16")
+tiles = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="a row's bits are its own in tiles (AMX) only"
+)
 
 
 @fast_bfloat16
-@given(
-    rows=st.integers(1, MOST + 3),
-    out=st.integers(1, 40),
-    size=st.integers(1, 70),
-    bias=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@PRODUCTS
 @settings(deadline=None, max_examples=60)
 def test_bfloat16_product_rounds_once(rows: int, out: int, size: int, bias: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +95,7 @@ def test_bfloat16_product_rounds_once(rows: int, out: int, size: int, bias: bool
     assert ((got - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-18 * size).all()
 
 
-@fast_bfloat16
+@tiles
 @given(
     rows=st.integers(2, MOST), out=st.sampled_from([192, 576, 1536]), size=st.sampled_from([64, 576, 1536])
 )
@@ -147,7 +148,7 @@ def test_neighbours_that_differ_stay_apart() -> None:
     assert list(packed.forwards) == [one_rounds["gate_proj"]]
 
 
-@fast_bfloat16
+@tiles
 @pytest.mark.parametrize("rows", [2, 6])
 def test_bfloat16_verification_gives_plain_decodings_bits(rows: int) -> None:
     target = tiny_target()

@@ -315,12 +315,32 @@ def regenerate(
     out = folder / "regenerated.jsonl"
     answers = AnswerFile(folder / "regenerated.partial.jsonl")
     tally: Counter[str] = Counter()
+    doubtful: list[tuple[Progressing, str, dict[str, Any]]] = []
+    # whose answers the file of a former run holds, which an interrupted run leaves there
+    answered = read_json(folder / "regenerated.json").get(COLLECTED)
     bad_path = folder / "regenerated.bad.jsonl"
     try:
         with bad_path.open("w") as bad:
 
             def done(item: Progressing, key: str) -> None:
                 row = item.row(key)
+                if encoder is not None and options.servers and "turns" in row:
+                    if check_prompt(row["turns"][0]["prompt_ids"], item, encoder, tally):
+                        keep(item, key, row)
+                        return
+                    doubtful.append((item, key, row))
+                    if (
+                        len(doubtful) >= _PROMPTS_COMPARED
+                    ):  # no more than others that were read as they should be
+                        keep_doubtful()
+                    return
+                keep(item, key, row)
+
+            def keep_doubtful() -> None:
+                while doubtful:
+                    keep(*doubtful.pop(0))
+
+            def keep(item: Progressing, key: str, row: dict[str, Any]) -> None:
                 answers.append(key, row)
                 tally["answered"] += 1
                 for stop, usage in zip(row["stop"], row["usage"], strict=True):
@@ -328,8 +348,6 @@ def regenerate(
                     tally["answer tokens"] += (usage or {}).get("completion_tokens", 0)
                 if "turns" in row:
                     tally["with exact tokens"] += 1
-                    if encoder is not None and options.servers:
-                        check_prompt(row["turns"][0]["prompt_ids"], item, encoder, tally)
                 elif encoder is not None:
                     tally.update(retokenization(item, row["usage"], encoder))
                 if progress:
@@ -352,10 +370,12 @@ def regenerate(
                 assert generate is not None
                 assert encoder is not None
                 _answer_in_process(todo, options, encoder, generate, done, failed)
+            keep_doubtful()
         total = _write_in_order(collected, options, target, answers, out)
+        answered = file_digest(collected)
     finally:
         answers.close()
-        write_json(folder / "regenerated.json", {**tally, COLLECTED: file_digest(collected)})
+        write_json(folder / "regenerated.json", {**tally, COLLECTED: answered})
     if tally["failed"] > options.max_failed_share * (total + tally["failed"]):
         reasons = ", ".join(
             f"{name[8:]}: {count}" for name, count in tally.items() if name.startswith("failed: ")
@@ -380,8 +400,8 @@ def check_collected(regenerated: Path, collected: Path) -> None:
 
 def check_prompt(
     found: Sequence[int], item: Progressing, encoder: ConversationEncoder, tally: Counter[str]
-) -> None:
-    """Compare the tokens that a server read before its first answer with those that the target would read.
+) -> bool:
+    """Whether the tokens that a server read before its first answer are those that the target would read.
 
     Raises:
         UserError: most of the first prompts differ, so that another model answers, or another template.
@@ -395,8 +415,9 @@ def check_prompt(
         raise UserError(
             f"the server read other tokens than {encoder.tokenizer.name_or_path} makes of the same messages, {others} "
             f"times (the same ones {tally[_SAME_PROMPT]} times): it serves another model, or another chat template. "
-            "What was answered is kept; name the target that is served, or serve the target"
+            "None of these answers is kept; name the target that is served, or serve the target"
         )
+    return same
 
 
 def retokenization(

@@ -51,11 +51,11 @@ class _Frame:
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
-    return isinstance(message["content"], str) and message["content"] != "" and len(message) == 2
+    return _is_text(message) and message["content"] != ""
 
 
 def _is_text(message: Mapping[str, Any]) -> bool:
-    return type(message) is dict and len(message) == 2 and type(message.get("content")) is str
+    return isinstance(message.get("content"), str) and len(message) == 2
 
 
 class Renderer:

@@ -97,11 +97,9 @@ class PackedLinears:
             return
         weight = torch.cat([one.weight.detach() for one in neighbours])
         bias = None if first.bias is None else torch.cat([one.bias.detach() for one in neighbours])
-        multiply = packed_product(weight, bias)
-        if multiply is not None:
-            self.shared.append(SharedProduct(neighbours, multiply))
-            for place, one in enumerate(neighbours):
-                self.forwards[one] = self.shared[-1].forward(place, one)
+        self.shared.append(SharedProduct(neighbours, _pack(weight, bias)))
+        for place, one in enumerate(neighbours):
+            self.forwards[one] = self.shared[-1].forward(place, one)
 
     def _now(self, head: Tensor | None) -> list[tuple[int, int]]:
         weights = [module.weight for module in self.modules] + ([] if head is None else [head])
@@ -148,17 +146,19 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
     if not _packs(weight):
         return None
     weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if weight.dtype == torch.float32:
-        packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-        multiply = partial(_multiply_half, packed)
-    else:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, MOST)
-        multiply = partial(_multiply_bfloat16, packed, bias)
+    multiply = _pack(weight, bias)
 
     def product(x: Tensor) -> Tensor:
         return multiply(x) if _small(x) else F.linear(x, weight, bias)
 
     return product
+
+
+def _pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Product of few rows with a weight that packs."""
+    if weight.dtype == torch.float32:
+        return partial(_multiply_half, torch.ops.quantized.linear_prepack_fp16(weight, bias))
+    return partial(_multiply_bfloat16, torch.ops.mkldnn._reorder_linear_weight(weight, MOST), bias)
 
 
 def _multiply_half(packed: Any, x: Tensor) -> Tensor:
