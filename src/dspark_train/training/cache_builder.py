@@ -65,7 +65,7 @@ class CacheBuilder:
         *,
         storage: Storage = "exact",
         shard_tokens: int = 65_536,
-        batch_tokens: int = 4_096,
+        batch_tokens: int = 2_048,
     ) -> None:
         self.folder, self.target, self.storage = Path(folder), target, storage
         self.batch_tokens = batch_tokens
@@ -237,7 +237,7 @@ class CacheFeatures(Callback):
         keep: bool = True,
         verify: bool = True,
         shard_tokens: int = 65_536,
-        batch_tokens: int = 4_096,
+        batch_tokens: int = 2_048,
     ) -> None:
         """Say where the cache is, or shall be.
 
