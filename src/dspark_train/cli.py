@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,6 +148,16 @@ def bound_memory() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
+def reader_left() -> bool:
+    """Whether nobody reads the output any more (``… | head``); what is left of it is then dropped."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+    return True
+
+
 def main() -> None:
     """Entry point: one clear line and status 2 for what the user can fix."""
     try:
@@ -154,6 +166,8 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and reader_left():
+            raise SystemExit(128 + signal.SIGPIPE) from None
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         where = f" while writing {error.filename}" if error.filename else ""

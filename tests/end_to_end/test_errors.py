@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -157,3 +159,14 @@ def test_finished_run_truncated_draft_and_foreign_folder(capsys, monkeypatch, tm
     assert "files that are no run" in refused(capsys, monkeypatch, arguments(ready, ready))
     assert "not deleted" in refused(capsys, monkeypatch, arguments(ready, ready, "--run.overwrite", "true"))
     assert (ready / "rows.jsonl").is_file()
+
+
+def test_nobody_reads_the_output() -> None:
+    """As in ``dspark-train --help | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "dspark_train", "--help"], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -14,6 +14,7 @@ import torch
 
 from dspark_train.data.module import collate
 from dspark_train.errors import UserError
+from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training import cache_builder
 from dspark_train.training.cache_builder import CacheBuilder, CacheFeatures
 from dspark_train.training.feature_cache import (
@@ -106,6 +107,22 @@ def test_the_target_does_not_run_when_everything_is_cached(tmp_path: Path, monke
     module = tiny.tiny_module()
     monkeypatch.setattr(type(module.target), "states", None)
     tiny.fit(module, data, tiny.tiny_trainer(tmp_path, callbacks=[CacheFeatures(str(tmp_path / "cache"))]))
+
+
+def test_one_place_serves_other_taps_and_other_targets(tmp_path: Path) -> None:
+    """Those of the same identity share a cache there; the others get their own."""
+    identity = identity_of(tiny.tiny_target())
+    others = [
+        identity_of(FrozenTarget(tiny.tiny_target().model, [0, 2])),
+        identity_of(tiny.tiny_target(seed=1)),
+        identity_of(tiny.tiny_target(), "fp8"),
+    ]
+    assert len({identity.short, *(other.short for other in others)}) == 4
+    assert identity.short == identity_of(tiny.tiny_target()).short
+    for _ in range(2):
+        callback = CacheFeatures(str(tmp_path / "caches"), by_identity=True)
+        tiny.fit(tiny.tiny_module(), tiny.TinyData(16), tiny.tiny_trainer(tmp_path, callbacks=[callback]))
+    assert [path.name for path in (tmp_path / "caches").iterdir()] == [identity.short]
 
 
 def test_building_continues_after_an_interruption(tmp_path: Path, monkeypatch: Any) -> None:

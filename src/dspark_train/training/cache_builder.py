@@ -238,6 +238,7 @@ class CacheFeatures(Callback):
         verify: bool = True,
         shard_tokens: int = 65_536,
         batch_tokens: int = 2_048,
+        by_identity: bool = False,
     ) -> None:
         """Say where the cache is, or shall be.
 
@@ -249,8 +250,11 @@ class CacheFeatures(Callback):
             verify: compare the SHA-256 of every shard when the cache is opened.
             shard_tokens: most tokens of one file.
             batch_tokens: most padded tokens of one pass of the target while building.
+            by_identity: use a folder inside ``folder`` that is named after what the states are made from, so that runs
+                with other taps or targets can name the same place, and those with the same share one cache.
         """
         self.given, self.storage, self.keep, self.verify = folder, storage, keep, verify
+        self.by_identity = by_identity
         self.folder = Path(folder or "feature_cache")
         self.shard_tokens, self.batch_tokens = shard_tokens, batch_tokens
 
@@ -261,6 +265,8 @@ class CacheFeatures(Callback):
         module: Any = pl_module
         if self.given is None:
             self.folder = Path(trainer.default_root_dir) / "feature_cache"
+        elif self.by_identity:
+            self.folder = Path(self.given) / identity_of(module.target, self.storage).short
         data = trainer.datamodule  # type: ignore[attr-defined]
         stores = [data.store(split) for split in dict.fromkeys((data.train_split, data.val_split))]
         builder = CacheBuilder(

@@ -61,6 +61,12 @@ class CacheIdentity:
             if ours != theirs and name != "target_name"
         )
 
+    @property
+    def short(self) -> str:
+        """Eight hexadecimal digits that differ where identities do."""
+        facts = {name: value for name, value in asdict(self).items() if name != "target_name"}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+
 
 @dataclass(frozen=True)
 class CacheEstimate:
