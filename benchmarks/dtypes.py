@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from table import machine, write_table
@@ -26,20 +26,19 @@ from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.training.run import load_run
 
-DTYPES = ("float32", "bfloat16")
+DTYPES: tuple[Literal["float32"], Literal["bfloat16"]] = ("float32", "bfloat16")
 CONTEXT = 120
 
 
-@torch.inference_mode()
 def measure(run: Path, repetitions: int) -> dict[tuple[str, str], list[float]]:
     """Milliseconds of ``plain`` and of ``round`` in each dtype, one of each per repetition."""
     cpu = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    with ExitStack() as stack:
+    pairs = [load_run(run, dtype) for dtype in DTYPES]  # outside inference mode, whose tensors do not pack
+    with torch.inference_mode(), ExitStack() as stack:
         work: list[tuple[str, str, Callable[[], Any]]] = []
-        for dtype in DTYPES:
-            opened = load_run(run, dtype)  # type: ignore[arg-type]
+        for dtype, opened in zip(DTYPES, pairs, strict=True):
             target, draft = opened.target, opened.draft
             ids = torch.randint(5, 1000, (CONTEXT + draft.config.block_size + 1,), generator=generator)
             passing = stack.enter_context(TargetPass(target, 1, 256, features=True))

@@ -1,9 +1,12 @@
+import dataclasses
 import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dspark_train.calibration.io import Calibration
+from dspark_train.calibration.report import shifted
 from dspark_train.decoding.calibrate_command import calibrate
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.record import RecordedRounds, Recording
@@ -82,6 +85,39 @@ def test_calibrate_for_one_sampling_temperature(run):
     calibrate(run, temperatures=(1.0,))
     assert Calibration.load(run / "calibration.json") == Calibration.load(run / "calibration_t1.0.json")
     assert not (run / "calibration_greedy.json").exists()
+
+
+def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
+    """Again and again: from the rounds as trained, whatever the draft's bias is by now."""
+    weights = run / "draft" / "model.safetensors"
+    weights.parent.mkdir()
+    tensors = {
+        "confidence_head.proj.bias": torch.tensor([0.5], dtype=torch.bfloat16),
+        "fc.weight": torch.ones(2, 3),
+    }
+    save_file(tensors, weights)
+    recorded = run / "traces" / "heldout_t1.0.safetensors"
+    before = DecodingTrace.load(recorded)
+    moved = dataclasses.replace(before, confidence_logits=before.confidence_logits + 1.5)
+    for path in (run / "traces").glob("*.safetensors"):
+        shifted(DecodingTrace.load(path), 1.5).save(path)
+    first = None
+    for _ in range(2):
+        calibrate(run)
+        report = read(run / "calibration_report.json")
+        shift = read(run / "run.json")["confidence_shift"]
+        assert shift == report["confidence_shift"] == report["others"][0]["confidence_shift"]
+        assert shift == pytest.approx(-1.5, abs=0.4)
+        after = load_file(weights)
+        assert float(after["confidence_head.proj.bias"]) == 0.5 + shift
+        assert torch.equal(after["fc.weight"], tensors["fc.weight"])
+        logits = DecodingTrace.load(recorded).confidence_logits
+        torch.testing.assert_close(logits, moved.confidence_logits + shift, rtol=0, atol=1e-5)
+        first = first or report
+    assert report["mean_ece_before"] == pytest.approx(first["mean_ece_before"], abs=1e-4)
+    assert report["mean_ece_after"] == pytest.approx(first["mean_ece_after"], abs=5e-3)
+    calibrate(run, shift=False)
+    assert float(load_file(weights)["confidence_head.proj.bias"]) == float(after["confidence_head.proj.bias"])
 
 
 def test_studies_write_tables_and_plots(run, capsys):

@@ -1,1 +1,1 @@
-"""Confidences that mean what they say: temperature scaling, reliability metrics, online correction."""
+"""Confidences that mean what they say: a bias, temperature scaling, reliability metrics, online correction."""

@@ -27,7 +27,7 @@ def finish(axis: Axes) -> None:
 def plot_reliability(
     path: str | Path, temperatures: Sequence[float], rounds: BeforeAfter, sampling_temperature: float
 ) -> None:
-    """Draw one reliability diagram per position, before and after temperature scaling.
+    """Draw one reliability diagram per position, as trained and as calibrated.
 
     A dot is a bin of the predicted survival probability, its area the number of rounds in it.
     """

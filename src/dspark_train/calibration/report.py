@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark_train.calibration.bias import fit_shift
 from dspark_train.calibration.io import Calibration
 from dspark_train.calibration.metrics import (
     DEFAULT_BINS,
@@ -93,7 +95,7 @@ def measure_reliability(
 
 @dataclass(frozen=True)
 class BeforeAfter:
-    """Reliability without and with the temperatures, on the same held-out rounds."""
+    """Reliability as trained and as calibrated, on the same held-out rounds."""
 
     rounds: int
     before: Reliability
@@ -115,11 +117,37 @@ class BeforeAfter:
 
 
 def compare_reliability(
-    trace: DecodingTrace, temperatures: Sequence[float], *, bins: int = DEFAULT_BINS
+    trace: DecodingTrace, temperatures: Sequence[float], shift: float = 0.0, *, bins: int = DEFAULT_BINS
 ) -> BeforeAfter:
-    """Measure the reliability of rounds without and with temperatures."""
+    """Measure the reliability of rounds as they are, and with a shift and temperatures."""
     before = measure_reliability(trace, bins=bins)
-    return BeforeAfter(len(trace.request), before, measure_reliability(trace, temperatures, bins=bins))
+    after = measure_reliability(shifted(trace, shift), temperatures, bins=bins)
+    return BeforeAfter(len(trace.request), before, after)
+
+
+def shifted(trace: DecodingTrace, shift: float) -> DecodingTrace:
+    """The rounds of a draft whose confidence head has ``shift`` added to its bias."""
+    return dataclasses.replace(trace, confidence_logits=trace.confidence_logits + shift)
+
+
+def choose_shift(fit: DecodingTrace, *, bins: int = DEFAULT_BINS) -> float:
+    """What to add to the bias of the confidence head; 0 where temperatures do as well on these rounds without.
+
+    Args:
+        fit: Rounds on prompts that training never saw.
+        bins: Equal-width bins of the ECE.
+    """
+    if not len(fit.request):
+        return 0.0
+    verified = verified_slots(fit)
+
+    def error(trace: DecodingTrace) -> float:
+        found = fit_temperatures(trace.confidence_logits, trace.prefix_accepted, verified, bins=bins)
+        return measure_reliability(trace, found.tolist(), bins=bins).mean_ece
+
+    as_trained = error(fit)
+    shift = fit_shift(fit.confidence_logits, fit.prefix_accepted, verified)
+    return shift if error(shifted(fit, shift)) < as_trained else 0.0
 
 
 @dataclass(frozen=True)
@@ -128,13 +156,15 @@ class CalibrationResult:
 
     temperatures: tuple[float, ...]
     """``T_1..T_γ``, applied as ``σ(logit_k / T_k)``."""
+    shift: float
+    """Added to the bias of the confidence head, so to every logit, before the temperatures."""
     sampling_temperature: float
     """Of the rounds: acceptance, and so calibration, depends on it."""
     fit_rounds: int
     fit_ece_before: float
-    """Mean ECE on the fitting set without scaling."""
+    """Mean ECE on the fitting set, as trained."""
     fit_ece_after: float
-    """And with it: never larger."""
+    """And with shift and temperatures."""
     heldout: BeforeAfter
     domains: dict[str, BeforeAfter] = field(default_factory=dict)
     """The held-out rounds by domain."""
@@ -154,6 +184,7 @@ class CalibrationResult:
         return {
             "sampling_temperature": self.sampling_temperature,
             "temperatures": list(self.temperatures),
+            "confidence_shift": self.shift,
             "fit_rounds": self.fit_rounds,
             "fit_mean_ece_before": _plain(self.fit_ece_before),
             "fit_mean_ece_after": _plain(self.fit_ece_after),
@@ -163,7 +194,7 @@ class CalibrationResult:
 
 
 def calibrate_traces(
-    fit: DecodingTrace, heldout: DecodingTrace, *, bins: int = DEFAULT_BINS
+    fit: DecodingTrace, heldout: DecodingTrace, shift: float = 0.0, *, bins: int = DEFAULT_BINS
 ) -> CalibrationResult:
     """Fit temperatures on ``fit`` and report on ``heldout``.
 
@@ -173,6 +204,7 @@ def calibrate_traces(
     Args:
         fit: Rounds that the temperatures are fitted on.
         heldout: Rounds that they are judged on.
+        shift: Added to all logits first (:func:`choose_shift`).
         bins: Equal-width bins of the ECE.
 
     Raises:
@@ -189,19 +221,21 @@ def calibrate_traces(
             raise UserError(
                 f"calibration: there are no {name} rounds; decode at least one prompt of that split"
             )
+    moved = shifted(fit, shift)
     temperatures = fit_temperatures(
-        fit.confidence_logits, fit.prefix_accepted, verified_slots(fit), bins=bins
+        moved.confidence_logits, moved.prefix_accepted, verified_slots(moved), bins=bins
     )
     chosen = tuple(temperatures.tolist())
     return CalibrationResult(
         temperatures=chosen,
+        shift=shift,
         sampling_temperature=fit.temperature,
         fit_rounds=len(fit.request),
         fit_ece_before=measure_reliability(fit, bins=bins).mean_ece,
-        fit_ece_after=measure_reliability(fit, chosen, bins=bins).mean_ece,
-        heldout=compare_reliability(heldout, chosen, bins=bins),
+        fit_ece_after=measure_reliability(moved, chosen, bins=bins).mean_ece,
+        heldout=compare_reliability(heldout, chosen, shift, bins=bins),
         domains={
-            name: compare_reliability(part, chosen, bins=bins)
+            name: compare_reliability(part, chosen, shift, bins=bins)
             for name, part in split_by_domain(heldout).items()
         },
     )

@@ -18,13 +18,15 @@ def calibrate(
     max_new_tokens: int = 128,
     batch_size: int = 8,
     refresh: bool = False,
+    shift: bool = True,
     seed: int = 0,
     dtype: Literal["auto", "bfloat16", "float32"] | None = None,
 ) -> None:
-    """Fit one temperature per draft position, so that confidences mean what they say.
+    """Fit the confidence head's bias and one temperature per draft position, so that confidences mean what they say.
 
     Decodes prompts of the calibration split (to fit) and of the held-out split (to judge), or reuses the rounds
-    that the run already holds. Writes calibration.json for the first sampling temperature,
+    that the run already holds. The bias goes into the run's draft; drafts exported before keep theirs, so export
+    again. Writes calibration.json for the first sampling temperature,
     calibration_LABEL.json for each, calibration_report.json, and reliability diagrams.
 
     Args:
@@ -35,23 +37,36 @@ def calibrate(
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
         refresh: decode again even where the run holds rounds.
+        shift: fit the bias too, on the rounds of the first sampling temperature; false leaves it as it is.
         seed: of the sampling.
         dtype: of target and draft. Left out: float32 on a CPU, else the run's. A CPU that computes in bfloat16 is
             faster in it with many requests at once.
     """
     from dspark_train.calibration.plots import plot_reliability
-    from dspark_train.calibration.report import calibrate_traces, trace_label, write_report
+    from dspark_train.calibration.report import (
+        calibrate_traces,
+        choose_shift,
+        shifted,
+        trace_label,
+        write_report,
+    )
+    from dspark_train.decoding.confidence_shift import ShiftedRun
     from dspark_train.decoding.record import RecordedRounds, Recording
 
     if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
         raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
     rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size, seed, dtype), refresh=refresh)
     (run / "plots").mkdir(exist_ok=True)
+    draft = ShiftedRun(run)
     results: list[CalibrationResult] = []
+    moved = draft.shift
     for temperature in temperatures:
-        result = calibrate_traces(
-            rounds.trace("calibration", temperature), rounds.trace("heldout", temperature)
+        fit, heldout = (
+            shifted(rounds.trace(split, temperature), -draft.shift) for split in ("calibration", "heldout")
         )
+        if shift and not results:
+            moved = draft.storable(choose_shift(fit))
+        result = calibrate_traces(fit, heldout, moved)
         label = trace_label(temperature)
         calibration = result.calibration(f"{_data_name(run)}, calibration split, {label}")
         calibration.save(run / f"calibration_{label}.json")
@@ -63,6 +78,7 @@ def calibrate(
         print_result(result)
         results.append(result)
     write_report(run / "calibration_report.json", results)
+    draft.move(moved)
     print(f"wrote {run / 'calibration.json'}, {run / 'calibration_report.json'} and {run / 'plots'}")
 
 
@@ -79,7 +95,7 @@ def print_result(result: CalibrationResult) -> None:
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
     )
-    columns = ("position", "T", "ECE % raw", "scaled", "noise", "Brier raw", "scaled", "AUC")
+    columns = ("position", "T", "ECE % trained", "calibrated", "noise", "Brier trained", "calibrated", "AUC")
     for column in columns:
         table.add_column(column, justify="right")
     for k, temperature in enumerate(result.temperatures):
@@ -94,6 +110,8 @@ def print_result(result: CalibrationResult) -> None:
     means = (held.before.mean_ece, held.after.mean_ece, held.after.mean_noise)
     table.add_row("mean", "", *(f"{100 * value:.1f}" for value in means), "", "", "", style="bold")
     console.print(table)
+    if result.shift:
+        console.print(f"  bias of the confidence head moved by {result.shift:+.3f}: it goes into the draft")
     for name, part in result.domains.items():
         before, after, noise = (
             100 * v for v in (part.before.mean_ece, part.after.mean_ece, part.after.mean_noise)

@@ -87,7 +87,7 @@ def facts(run: RunFolder, modes: Sequence[ModeView], calibrations: Sequence[Cali
         count = f"{greedy.identical} of {greedy.prompts}"
         found.append(Fact("Identical output", count, note, good=same or rounding))
     if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
-        note = f"from {text.share(calibrations[0].mean_before)} before temperature scaling"
+        note = f"from {text.share(calibrations[0].mean_before)} as trained"
         found.append(Fact("Calibration error (ECE)", text.share(calibrations[0].mean_after), note))
     seconds = readers.fit_seconds(run.run)
     if seconds is not None:

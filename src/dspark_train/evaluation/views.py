@@ -53,7 +53,7 @@ class ModeView:
 
 @dataclass(frozen=True)
 class CalibrationView:
-    """Reliability of the survival probability per position, before and after temperature scaling.
+    """Reliability of the survival probability per position, as trained and as calibrated.
 
     Lists of γ; None where no round tells.
     """

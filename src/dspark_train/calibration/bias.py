@@ -1,0 +1,52 @@
+"""One number added to the confidence head's bias, so that its confidences are right on average.
+
+A draft is accepted more on the conversations that it was trained on than on others, and its confidence head, trained
+on the same ones, believes it. A temperature pulls confidences towards or away from one half and cannot mend that:
+a head that says 0.54 where 0.50 is accepted needs a shift. It becomes part of the draft's weights, so that every
+engine decodes with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PRIOR = 1.0
+"""Observations' worth of belief that the confidences are right as they are, so that few rounds move little."""
+
+
+def fit_shift(confidence_logits: Tensor, prefix_accepted: Tensor, observed: Tensor) -> float:
+    """The ``s`` of ``σ((logit + s) / T)`` that makes what was accepted most probable, with whatever ``T`` does so.
+
+    One ``s`` and one ``T`` for all positions; temperatures proper are fitted afterwards, position by position, and a
+    head that is merely too sure of itself gets no shift. A slot counts where all draft tokens before it were accepted:
+    that is what its confidence is conditioned on.
+
+    Args:
+        confidence_logits: ``[R, γ]`` raw logits.
+        prefix_accepted: ``[R, γ]`` bool: the prefix up to and including slot ``k`` was accepted.
+        observed: ``[R, γ]`` bool: which of these are known.
+
+    Returns:
+        From the minimum of a convex function of ``1/T`` and ``s/T``, by Newton's method; 0 where nothing was observed,
+        or where confidences say nothing about what is accepted (``T`` above 16).
+    """
+    reached = torch.ones_like(prefix_accepted)
+    reached[:, 1:] = prefix_accepted[:, :-1]
+    counted = reached & observed
+    logits, accepted = confidence_logits[counted].double(), prefix_accepted[counted].double()
+    inputs = torch.stack([logits, torch.ones_like(logits)], 1)
+    honest = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    prior = PRIOR * torch.eye(2, dtype=torch.float64)
+    found = honest.clone()
+    for _ in range(100):
+        probability = (inputs @ found).sigmoid()
+        slope = inputs.T @ (probability - accepted) + prior @ (found - honest)
+        curvature = (inputs * (probability * (1 - probability))[:, None]).T @ inputs + prior
+        step = torch.linalg.solve(curvature, slope)
+        step = step / max(1.0, float(step.norm()))  # far from the minimum the curvature is all but gone
+        found = found - step
+        if float(step.norm()) < 1e-10:
+            break
+    scale, offset = found.tolist()
+    return offset / scale if scale > 1 / 16 else 0.0
