@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import jsonargparse
 
@@ -22,7 +23,6 @@ from dspark_train.decoding.policies import FixedLength
 from dspark_train.decoding.profile import measure_costs
 from dspark_train.decoding.simulate import NamedPolicy, simulate_queue, standard_policies
 from dspark_train.decoding.study_commands import run_temperatures
-from dspark_train.target.frozen import default_device
 from dspark_train.training.run import Run, environment, load_run
 
 
@@ -79,6 +79,7 @@ def main(
     repetitions: int = 3,
     cost_repetitions: int = 8,
     threshold: float = 0.5,
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None,
     markdown: Path | None = None,
 ) -> None:
     """Compare simulated with measured throughput.
@@ -91,9 +92,10 @@ def main(
         repetitions: of each measurement, each between two measurements of the costs; the median counts.
         cost_repetitions: rounds timed at each point of a cost table.
         threshold: of the threshold policy.
+        dtype: of target and draft; left out: the run's.
         markdown: file for the table; left out: none.
     """
-    opened = load_run(run, "float32" if default_device().type == "cpu" else None)
+    opened = load_run(run, dtype)
     block_size = opened.draft.config.block_size
     temperatures = run_temperatures(run, 0.0, block_size)
     every = [prompt.ids for prompt in interleave(opened.data.prompts("heldout"))]
@@ -137,12 +139,12 @@ def main(
     )
     print(summary)
     if markdown is not None:
-        about = environment()
+        about, kind = environment(), str(opened.target.dtype).removeprefix("torch.")
         lines = [
             "# Simulated against measured throughput",
             "",
             f"`python benchmarks/simulate.py {run}`: {prompts_per_slot} prompts a slot × {max_new_tokens} tokens, "
-            f"greedy, median of {repetitions} repetitions, each simulated from the costs just before and after; "
+            f"greedy, {kind}, median of {repetitions} repetitions, each simulated from the costs just before and after; "
             f"{about['machine']}, torch {about['versions']['torch']}, commit {about['commit']}.",
             "",
             "| requests | policy | measured tokens/s | simulated | gap | tokens a round, measured | simulated |",
