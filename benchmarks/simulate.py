@@ -144,7 +144,7 @@ def main(
             "# Simulated against measured throughput",
             "",
             f"`python benchmarks/simulate.py {run}`: {prompts_per_slot} prompts a slot × {max_new_tokens} tokens, "
-            f"greedy, {kind}, median of {repetitions} repetitions, each simulated from the costs just before and after; "
+            f"greedy, {kind}, median of {repetitions} repetitions, each simulated from the costs before and after; "
             f"{about['machine']}, torch {about['versions']['torch']}, commit {about['commit']}.",
             "",
             "| requests | policy | measured tokens/s | simulated | gap | tokens a round, measured | simulated |",
