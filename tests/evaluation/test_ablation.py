@@ -31,6 +31,7 @@ tau = 1.5 + 0.2 * layers + 0.3 * (head != "none")
 mode = {"temperature": 0.0, "tau": tau, "prompts": 4, "acceptance": {"conditional": [0.5, 0.4]},
         "speculative": {"round_milliseconds": 40.0 + layers, "milliseconds": {"head": 0.5}, "tokens_per_second": 9.0},
         "plain": {"tokens_per_second": 5.0}, "speedup": {"value": tau * 0.7}}
+(folder / "metrics.csv").write_text(f"step,val/tau\\n9,1.0\\n19,{tau - 0.1}\\n")
 (folder / "decode.json").write_text(json.dumps({"modes": {"greedy": mode}}))
 (folder / "config.yaml").write_text(f"draft: {{num_layers: {layers}, head: {head}}}")
 (folder / "run.json").write_text(json.dumps({"finished": True, "wall_seconds": {"fit": 12.0}}))
@@ -164,7 +165,7 @@ def test_table_plots_and_page_of_an_ablation(
         write_results(grid, {})
     train_cells(grid, lambda *_: None, command)
     table = write_results(grid, {})
-    assert "| layers-3_head-none | 3 | none | 2.10 | – | 1.47× | 43.0 | 1.2 % | – |" in table
+    assert "| layers-3_head-none | 3 | none | 2.00 | 2.10 | – | 1.47× | 43.0 | 1.2 % | – |" in table
     content = json.loads((grid.folder / "ablation.json").read_text())
     assert len(content["results"]) == 6
     for name in ("layers", "head"):

@@ -28,6 +28,8 @@ class Result:
 
     name: str
     choices: dict[str, str]
+    expected: float | None = None
+    """Expected τ at temperature 1, held-out conversations, last validation: no decoding, so little noise."""
     tau: float | None = None
     """Greedy, held-out prompts."""
     tau_sampled: float | None = None
@@ -93,6 +95,7 @@ def read_result(folder: Path, cell: Cell) -> Result:
     return Result(
         name=cell.name,
         choices=dict(cell.choices),
+        expected=run.curves["val/tau"][-1][1] if run.curves.get("val/tau") else None,
         tau=greedy.tau if greedy else None,
         tau_sampled=sampled.tau if sampled else None,
         speedup=greedy.speedup if greedy else None,
@@ -156,6 +159,7 @@ def _is_number(text: str) -> bool:
 
 
 MEASURES: tuple[tuple[str, str], ...] = (
+    ("expected", "Expected τ, temperature 1, held-out conversations"),
     ("tau", "Accepted length τ, greedy"),
     ("tau_sampled", "Accepted length τ, temperature 1"),
     ("speedup", "Speedup, greedy"),
@@ -188,7 +192,15 @@ def study_section(ablation: Ablation, study: Study, results: dict[str, Result]) 
 
 def result_header(ablation: Ablation) -> list[str]:
     """Return the columns of the table of runs."""
-    numbers = ["τ greedy", "τ temperature 1", "speedup", "ms per round", "head's share", "parameters"]
+    numbers = [
+        "expected τ",
+        "τ greedy",
+        "τ temperature 1",
+        "speedup",
+        "ms per round",
+        "head's share",
+        "parameters",
+    ]
     return ["Run", *ablation.axes, *numbers]
 
 
@@ -202,6 +214,7 @@ def result_rows(ablation: Ablation, results: Sequence[Result]) -> list[list[str]
         numbers = [
             "–" if value is None else text(value)
             for value, text in (
+                (r.expected, fixed),
                 (r.tau, fixed),
                 (r.tau_sampled, fixed),
                 (r.speedup, factor),

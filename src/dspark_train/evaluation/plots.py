@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dspark_train.evaluation.ablate import StudyLine
 
 PANELS = (
+    ("expected", "Expected τ, temperature 1", "tokens per round"),
     ("tau", "Accepted length τ, greedy", "tokens per round"),
     ("speedup", "Speedup, greedy", "times plain decoding"),
     ("round_milliseconds", "Time of a round", "milliseconds"),
