@@ -239,9 +239,10 @@ def test_faults_lose_nothing_and_double_nothing(
 ) -> None:
     whole = regenerate(collected, folder(tmp_path, "whole"), options(serve())).read_bytes()
     bad, good = serve(FAULTS[name]), serve(FAULTS[name])
-    out = regenerate(
-        collected, folder(tmp_path, "faulty"), options(bad, good, timeout=0.5, give_up_after=20.0)
-    )
+    # the order in which four requests reach two servers is chance: it can send one conversation into the same fault
+    # several times on end, but not a hundred
+    patient = options(bad, good, timeout=0.5, give_up_after=20.0, retries=100)
+    out = regenerate(collected, folder(tmp_path, "faulty"), patient)
     assert out.read_bytes() == whole
 
 
