@@ -114,6 +114,7 @@ def serve_check(
     limit: int = 8,
     max_new_tokens: int = 64,
     key_variable: str | None = None,
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None,
     output: Path | None = None,
 ) -> None:
     """Compare what a running vLLM or SGLang server accepts with this project's decoder, on the same prompts.
@@ -130,6 +131,8 @@ def serve_check(
         limit: prompts to use.
         max_new_tokens: longest completion.
         key_variable: name of the environment variable that holds the server's key, where it wants one.
+        dtype: that the server computes in: two greedy decodings agree token for token only in one dtype. Left out: the
+            run's.
         output: JSON file for the numbers; left out: ``RUN/serve_check.json``.
     """
     from dspark_train.interchange.serve_check import Server, ask, compare, own_rounds, side_by_side, to_json
@@ -138,7 +141,7 @@ def serve_check(
     server = Server(url, key_variable)
     server.engine()
     plain_server = Server(plain_url, key_variable) if plain_url else None
-    opened = load_run(run)
+    opened = load_run(run, dtype)
     if prompts is None:
         opened.data.setup()
         ids = [list(prompt.ids) for prompt in opened.data.prompts("heldout")[:limit]]
@@ -151,6 +154,11 @@ def serve_check(
     plain = ask(plain_server, ids, max_new_tokens) if plain_server else None
     comparison = compare(served, tokens, trace, plain)
     print("\n".join(side_by_side(comparison)))
+    if comparison.identical < comparison.prompts and dtype is None:
+        kind = str(opened.target.dtype).removeprefix("torch.")
+        print(
+            f"this project decoded in {kind}; where the server computes in another dtype, name it with --dtype"
+        )
     path = output or run / "serve_check.json"
     path.write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
 
