@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dspark_train.calibration.bias import fit_shift
-from dspark_train.calibration.report import calibrate_traces, choose_shift, shifted, verified_slots
+from dspark_train.calibration.report import calibrate_traces, choose_shift, reached_slots, shifted
 
 
 def found(trace):
-    return fit_shift(trace.confidence_logits, trace.prefix_accepted, verified_slots(trace))
+    return fit_shift(trace.confidence_logits, trace.prefix_accepted, reached_slots(trace))
 
 
 @pytest.mark.parametrize("shift", [-0.8, 0.0, 0.5])

@@ -15,26 +15,23 @@ PRIOR = 1.0
 """Observations' worth of belief that the confidences are right as they are, so that few rounds move little."""
 
 
-def fit_shift(confidence_logits: Tensor, prefix_accepted: Tensor, observed: Tensor) -> float:
+def fit_shift(confidence_logits: Tensor, prefix_accepted: Tensor, reached: Tensor) -> float:
     """The ``s`` of ``σ((logit + s) / T)`` that makes what was accepted most probable, with whatever ``T`` does so.
 
     One ``s`` and one ``T`` for all positions; temperatures proper are fitted afterwards, position by position, and a
-    head that is merely too sure of itself gets no shift. A slot counts where all draft tokens before it were accepted:
-    that is what its confidence is conditioned on.
+    head that is merely too sure of itself gets no shift.
 
     Args:
         confidence_logits: ``[R, γ]`` raw logits.
         prefix_accepted: ``[R, γ]`` bool: the prefix up to and including slot ``k`` was accepted.
-        observed: ``[R, γ]`` bool: which of these are known.
+        reached: ``[R, γ]`` bool: which slots count, those that were verified after an accepted prefix; that is what
+            a confidence is conditioned on.
 
     Returns:
-        From the minimum of a convex function of ``1/T`` and ``s/T``, by Newton's method; 0 where nothing was observed,
+        From the minimum of a convex function of ``1/T`` and ``s/T``, by Newton's method; 0 where nothing was reached,
         or where confidences say nothing about what is accepted (``T`` above 16).
     """
-    reached = torch.ones_like(prefix_accepted)
-    reached[:, 1:] = prefix_accepted[:, :-1]
-    counted = reached & observed
-    logits, accepted = confidence_logits[counted].double(), prefix_accepted[counted].double()
+    logits, accepted = confidence_logits[reached].double(), prefix_accepted[reached].double()
     inputs = torch.stack([logits, torch.ones_like(logits)], 1)
     honest = torch.tensor([1.0, 0.0], dtype=torch.float64)
     prior = PRIOR * torch.eye(2, dtype=torch.float64)

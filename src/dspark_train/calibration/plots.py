@@ -39,8 +39,8 @@ def plot_reliability(
     figure = Figure(figsize=(2.7 * columns, 2.9 * lines + 0.7), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
     sides = (
-        ("raw", rounds.before, PALETTE[1], "s"),
-        ("scaled", rounds.after, PALETTE[0], "o"),
+        ("trained", rounds.before, PALETTE[1], "s"),
+        ("calibrated", rounds.after, PALETTE[0], "o"),
     )
     for position, axis in enumerate(axes):
         if position >= block_size:

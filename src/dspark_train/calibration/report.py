@@ -38,6 +38,12 @@ def verified_slots(trace: DecodingTrace) -> Tensor:
     return slots <= trace.verify_length[:, None]
 
 
+def reached_slots(trace: DecodingTrace) -> Tensor:
+    """``[R, γ]`` bool: verified slots whose whole prefix was accepted; what conditional acceptance counts."""
+    slots = torch.arange(trace.block_size, device=trace.accepted.device)
+    return verified_slots(trace) & (trace.accepted[:, None] >= slots)
+
+
 def trace_label(temperature: float) -> str:
     """Name of a sampling temperature in file names: ``greedy``, or ``t1.0``."""
     return "greedy" if temperature == 0 else f"t{float(temperature)}"
@@ -139,15 +145,17 @@ def choose_shift(fit: DecodingTrace, *, bins: int = DEFAULT_BINS) -> float:
     """
     if not len(fit.request):
         return 0.0
-    verified = verified_slots(fit)
+    _, as_trained = _fit(fit, bins)
+    shift = fit_shift(fit.confidence_logits, fit.prefix_accepted, reached_slots(fit))
+    _, moved = _fit(shifted(fit, shift), bins)
+    return shift if moved < as_trained else 0.0
 
-    def error(trace: DecodingTrace) -> float:
-        found = fit_temperatures(trace.confidence_logits, trace.prefix_accepted, verified, bins=bins)
-        return measure_reliability(trace, found.tolist(), bins=bins).mean_ece
 
-    as_trained = error(fit)
-    shift = fit_shift(fit.confidence_logits, fit.prefix_accepted, verified)
-    return shift if error(shifted(fit, shift)) < as_trained else 0.0
+def _fit(trace: DecodingTrace, bins: int) -> tuple[tuple[float, ...], float]:
+    """Temperatures of these rounds, and the mean ECE that they leave on them."""
+    verified = verified_slots(trace)
+    found = fit_temperatures(trace.confidence_logits, trace.prefix_accepted, verified, bins=bins).tolist()
+    return tuple(found), measure_reliability(trace, found, bins=bins).mean_ece
 
 
 @dataclass(frozen=True)
@@ -221,18 +229,14 @@ def calibrate_traces(
             raise UserError(
                 f"calibration: there are no {name} rounds; decode at least one prompt of that split"
             )
-    moved = shifted(fit, shift)
-    temperatures = fit_temperatures(
-        moved.confidence_logits, moved.prefix_accepted, verified_slots(moved), bins=bins
-    )
-    chosen = tuple(temperatures.tolist())
+    chosen, left = _fit(shifted(fit, shift), bins)
     return CalibrationResult(
         temperatures=chosen,
         shift=shift,
         sampling_temperature=fit.temperature,
         fit_rounds=len(fit.request),
         fit_ece_before=measure_reliability(fit, bins=bins).mean_ece,
-        fit_ece_after=measure_reliability(moved, chosen, bins=bins).mean_ece,
+        fit_ece_after=left,
         heldout=compare_reliability(heldout, chosen, shift, bins=bins),
         domains={
             name: compare_reliability(part, chosen, shift, bins=bins)

@@ -324,17 +324,19 @@ def regenerate(
 
             def done(item: Progressing, key: str) -> None:
                 row = item.row(key)
-                if encoder is not None and options.servers and "turns" in row:
-                    if check_prompt(row["turns"][0]["prompt_ids"], item, encoder, tally):
-                        keep(item, key, row)
-                        return
-                    doubtful.append((item, key, row))
-                    if (
-                        len(doubtful) >= _PROMPTS_COMPARED
-                    ):  # no more than others that were read as they should be
-                        keep_doubtful()
+                if (
+                    encoder is None
+                    or not options.servers
+                    or "turns" not in row
+                    or check_prompt(row["turns"][0]["prompt_ids"], item, encoder, tally)
+                ):
+                    keep(item, key, row)
                     return
-                keep(item, key, row)
+                doubtful.append((item, key, row))
+                if (
+                    len(doubtful) >= _PROMPTS_COMPARED
+                ):  # others, as many at least, were read as they should be
+                    keep_doubtful()
 
             def keep_doubtful() -> None:
                 while doubtful:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark_train.calibration.report import shifted
+from dspark_train.data.files import read_json
 from dspark_train.structures import DecodingTrace
+from dspark_train.training.run import update_run
 
 _BIAS = "confidence_head.proj.bias"
 
@@ -20,29 +22,26 @@ class ShiftedRun:
     def __init__(self, run: Path) -> None:
         """Read how far the bias has been moved (``confidence_shift`` in ``run.json``)."""
         self.run = run
-        facts = run / "run.json"
-        content = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
-        self.shift = float(content.get("confidence_shift", 0.0))
+        self.shift = float(read_json(run / "run.json").get("confidence_shift", 0.0))
         """Of the draft as it is, from the draft as trained."""
         self.weights = run / "draft" / "model.safetensors"
 
     def storable(self, shift: float) -> float:
         """The shift nearest to ``shift`` that the dtype of the draft's weights can hold.
 
-        0 where the run holds rounds but no draft.
+        The present one where the run holds rounds but no draft.
         """
         if not self.weights.is_file():
-            return 0.0
-        bias = self._tensors()[_BIAS]
+            return self.shift
+        with safe_open(self.weights, framework="pt") as file:
+            bias: Tensor = file.get_tensor(_BIAS)
         return self.shift + float(self._moved(bias, shift).double() - bias.double())
 
     def move(self, shift: float) -> None:
         """Give the draft, and every recorded round, the bias that is ``shift`` from the trained one."""
         if shift == self.shift:
             return
-        from dspark_train.training.run import update_run
-
-        tensors = self._tensors()
+        tensors = load_file(self.weights)
         tensors[_BIAS] = self._moved(tensors[_BIAS], shift)
         aside = self.weights.with_suffix(".tmp")
         save_file(tensors, str(aside), metadata={"format": "pt"})
@@ -54,6 +53,3 @@ class ShiftedRun:
 
     def _moved(self, bias: Tensor, shift: float) -> Tensor:
         return (bias.double() + (shift - self.shift)).to(bias.dtype)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return load_file(self.weights)

@@ -16,7 +16,7 @@ import torch
 
 from dspark_train.calibration.drift import DriftPoint, replay_drift
 from dspark_train.calibration.online import OnlineTemperatures
-from dspark_train.calibration.report import calibrate_traces, split_by_domain, verified_slots
+from dspark_train.calibration.report import calibrate_traces, reached_slots, split_by_domain, verified_slots
 from dspark_train.calibration.temperature import conditional
 from dspark_train.decoding.policies import threshold_lengths
 from dspark_train.errors import UserError
@@ -126,8 +126,7 @@ def acceptance_by_position(trace: DecodingTrace) -> list[Acceptance]:
 
 def _acceptance(group: str, trace: DecodingTrace) -> Acceptance:
     verified, accepted = verified_slots(trace), trace.prefix_accepted
-    slots = torch.arange(1, trace.block_size + 1)
-    reached = (verified & (trace.accepted[:, None] >= slots - 1)).sum(0).tolist()
+    reached = reached_slots(trace).sum(0).tolist()
     kept = accepted.sum(0).tolist()
     seen = verified.sum(0).tolist()
     bounds = [wilson(hits, count) for hits, count in zip(kept, reached, strict=True)]

@@ -20,6 +20,7 @@ from dspark_train.evaluation.run_folder import RunFolder
 from dspark_train.evaluation.tables import markdown_table
 from dspark_train.evaluation.text import factor, fixed, quantity
 from dspark_train.evaluation.views import ModeView
+from dspark_train.training.run import is_finished
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,6 @@ class Result:
     """Of these, the walk of the sequential head."""
     parameters: int = 0
     fit_seconds: float | None = None
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a run folder holds a run that has ended."""
-    path = folder / "run.json"
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("finished"))
 
 
 def train_cells(

@@ -11,10 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dspark_train.calibration.metrics import DEFAULT_BINS, reliability_bins
-from dspark_train.calibration.report import verified_slots
+from dspark_train.calibration.report import reached_slots, verified_slots
 from dspark_train.calibration.temperature import survival
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
@@ -62,9 +60,7 @@ def count_trace(
         temperatures: ``[γ]`` of the confidences; None leaves them raw.
         bins: K.
     """
-    verified = verified_slots(trace)
-    slots = torch.arange(trace.block_size)
-    reached = verified & (trace.accepted[:, None] >= slots)
+    verified, reached = verified_slots(trace), reached_slots(trace)
     sparse: list[list[float]] = []
     if trace.confidence_logits.numel() and not bool(trace.confidence_logits.isnan().any()):
         predicted = survival(trace.confidence_logits.double(), temperatures)

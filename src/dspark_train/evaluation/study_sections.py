@@ -74,7 +74,7 @@ def reliability(views: Sequence[CalibrationView]) -> Section | None:
         error = f"{share_or_dash(view.ece_before[index])} → {share_or_dash(view.ece_after[index])}"
         title = f"Position {index + 1}"
         drawing = reliability_chart(
-            title, f"Calibration error before and after calibration: {error}", before, after
+            title, f"Calibration error as trained and as calibrated: {error}", before, after
         )
         figures.append(Figure(title, drawing, caption=f"ECE {error}", small=True))
     lead = (

@@ -135,6 +135,7 @@ def serve_check(
             run's.
         output: JSON file for the numbers; left out: ``RUN/serve_check.json``.
     """
+    from dspark_train.interchange.native import dtype_name
     from dspark_train.interchange.serve_check import Server, ask, compare, own_rounds, side_by_side, to_json
     from dspark_train.training.run import load_run
 
@@ -155,10 +156,8 @@ def serve_check(
     comparison = compare(served, tokens, trace, plain)
     print("\n".join(side_by_side(comparison)))
     if comparison.identical < comparison.prompts and dtype is None:
-        kind = str(opened.target.dtype).removeprefix("torch.")
-        print(
-            f"this project decoded in {kind}; where the server computes in another dtype, name it with --dtype"
-        )
+        kind = dtype_name(opened.target.dtype)
+        print(f"this project decoded in {kind}; name the server's dtype with --dtype where it is another")
     path = output or run / "serve_check.json"
     path.write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
 

@@ -57,15 +57,18 @@ class CacheIdentity:
         """Names of the fields that differ, with both values (empty where none does)."""
         return "; ".join(
             f"{name.replace('_', ' ')} {theirs!r} instead of {ours!r}"
-            for (name, ours), theirs in zip(asdict(self).items(), asdict(other).values(), strict=True)
-            if ours != theirs and name != "target_name"
+            for (name, ours), theirs in zip(self._facts().items(), other._facts().values(), strict=True)
+            if ours != theirs
         )
 
     @property
     def short(self) -> str:
         """Eight hexadecimal digits that differ where identities do."""
-        facts = {name: value for name, value in asdict(self).items() if name != "target_name"}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+        return hashlib.sha256(json.dumps(self._facts(), sort_keys=True).encode()).hexdigest()[:8]
+
+    def _facts(self) -> dict[str, Any]:
+        """What makes two identities differ: all but what the target is called."""
+        return {name: value for name, value in asdict(self).items() if name != "target_name"}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import yaml
 
+from dspark_train.data.files import read_json
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -69,9 +70,7 @@ def open_run(config: RunConfig, resolved: dict[str, Any]) -> Path | None:
     resume = None
     if folder.exists() and any(folder.iterdir()):
         previous = folder / "config.yaml"
-        finished = (folder / "run.json").is_file() and json.loads((folder / "run.json").read_text()).get(
-            "finished"
-        )
+        finished = is_finished(folder)
         if not previous.is_file() or finished:
             what = "a finished run" if finished else "files that are no run"
             raise UserError(
@@ -90,6 +89,11 @@ def open_run(config: RunConfig, resolved: dict[str, Any]) -> Path | None:
     return resume
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a run folder holds a run that has ended."""
+    return bool(read_json(folder / "run.json").get("finished"))
+
+
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
@@ -104,7 +108,7 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
 def update_run(folder: Path, **values: Any) -> None:
     """Merge ``values`` into ``run.json`` (dictionaries one level deep), atomically."""
     path = folder / "run.json"
-    content = json.loads(path.read_text()) if path.is_file() else {}
+    content = read_json(path)
     for key, value in values.items():
         content[key] = content.get(key, {}) | value if isinstance(value, dict) else value
     aside = path.with_suffix(".tmp")
