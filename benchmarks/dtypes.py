@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from table import machine, write_table
 
-from dspark_train.decoding.cache import RowLayout
 from dspark_train.decoding.draft_pass import DraftPass
+from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.training.run import load_run

@@ -7,7 +7,8 @@ import torch
 import transformers
 from tiny_models import tiny_model
 
-from dspark_train.decoding.cache import RaggedCache, RowLayout
+from dspark_train.decoding.cache import RaggedCache
+from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget

@@ -7,9 +7,9 @@ import torch
 from golden import HEADS, load_golden
 from tiny_models import tiny_draft, tiny_target
 
-from dspark_train.decoding.cache import RowLayout
 from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.draft_pass import DraftPass
+from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.structures import Blocks
 

@@ -44,8 +44,9 @@ class Foresight(Decoder):
         policy: Policy,
         wrong: float,
         slots: int = 5,
+        graphs: bool = False,
     ) -> None:
-        super().__init__(target, policy=policy)
+        super().__init__(target, policy=policy, graphs=graphs)
         self.answers, self.wrong, self.block_size = answers, wrong, slots
         self.depth = policy.depth(slots)
 
@@ -122,9 +123,10 @@ def test_plain_decoding_equals_whole_passes(family: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("wrong", "batch_size"), [(0.3, 1), (0.3, 4), (0.3, 16), (0.0, 3), (1.0, 3)])
-def test_every_policy_and_batch(policy: str, batch_size: int, wrong: float) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_every_policy_and_batch(policy: str, batch_size: int, wrong: float, graphs: bool) -> None:
     prompts, limits, answers = case("llama")
-    decoder = Foresight(target_of("llama"), answers, POLICIES[policy], wrong)
+    decoder = Foresight(target_of("llama"), answers, POLICIES[policy], wrong, graphs=graphs)
     result = decoder.run(decoder.requests(prompts, limits, [STOP]), batch_size=batch_size)
     assert result.tokens == answers
     check_trace(result, prompts, wrong)
@@ -149,11 +151,18 @@ def check_trace(result: GenerationResult, prompts: list[list[int]], wrong: float
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
-def test_real_drafts_of_every_family(family: str, head: str) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_real_drafts_of_every_family(family: str, head: str, graphs: bool) -> None:
     prompts, limits, answers = case(family)
     draft = tiny_draft(target_of(family), head=head)
     result = generate(
-        target_of(family), draft, prompts, max_new_tokens=limits, stop_token_ids=[STOP], batch_size=4
+        target_of(family),
+        draft,
+        prompts,
+        max_new_tokens=limits,
+        stop_token_ids=[STOP],
+        batch_size=4,
+        graphs=graphs,
     )
     assert result.tokens == answers
 

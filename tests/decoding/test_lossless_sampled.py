@@ -75,7 +75,12 @@ def exact(target: FrozenTarget, rule: SamplingRule, stop: int | None = None) -> 
 
 
 def sample(
-    target: FrozenTarget, draft: DSparkDraft | None, rule: SamplingRule, policy: Policy, stops: list[int]
+    target: FrozenTarget,
+    draft: DSparkDraft | None,
+    rule: SamplingRule,
+    policy: Policy,
+    stops: list[int],
+    graphs: bool = False,
 ):
     """Counts of continuations; limits differ, so that requests leave and join out of step."""
     result = generate(
@@ -90,6 +95,7 @@ def sample(
         stop_token_ids=stops,
         batch_size=500,
         seed=7,
+        graphs=graphs,
     )
     return Counter(map(tuple, result.tokens)), result.trace
 
@@ -126,6 +132,14 @@ def test_every_head_and_policy(head: str, policy: str) -> None:
     checked = int(trace.verify_length.sum())
     # the test means nothing unless tokens are both accepted and rejected
     assert 0.1 * checked < int(trace.accepted.sum()) < 0.95 * checked
+
+
+@pytest.mark.parametrize("head", ["vanilla", "rnn"])
+@pytest.mark.parametrize("policy", ["fixed", "scheduled"])
+def test_fixed_shapes(head: str, policy: str) -> None:
+    target, draft = pair(head)
+    counts, _ = sample(target, draft, RULES["warm"], POLICIES[policy], [], graphs=True)
+    assert p_value(counts, exact(target, RULES["warm"])) > LEVEL
 
 
 @pytest.mark.parametrize("rule", ["cool", "top_k", "top_p"])

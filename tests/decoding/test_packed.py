@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_target
 from torch import nn
 
-from dspark_train.decoding.cache import RowLayout
+from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.packed import MOST, PackedLinears, packed_linears, packed_product
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.target.frozen import has_fast_bfloat16

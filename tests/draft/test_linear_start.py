@@ -7,8 +7,8 @@ import torch
 from tiny_models import tiny_draft, tiny_target
 from torch import Tensor
 
-from dspark_train.decoding.cache import RowLayout
 from dspark_train.decoding.draft_pass import DraftPass
+from dspark_train.decoding.layout import RowLayout
 from dspark_train.draft.linear_start import StartSamples, start_linearly
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError

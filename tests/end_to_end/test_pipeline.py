@@ -97,7 +97,7 @@ def test_stages_are_commands_of_their_own(run: Path, monkeypatch) -> None:
     for name in ("decode.json", "calibration.json", "report.html"):
         (run / name).unlink()
     call(monkeypatch, "calibrate", run)
-    call(monkeypatch, "decode", run)
+    call(monkeypatch, "decode", run, "--graphs", "true")
     call(monkeypatch, "report", run)
     call(monkeypatch, "export", run)
     for name in ("decode.json", "calibration.json", "report.html", "export/native/config.json"):

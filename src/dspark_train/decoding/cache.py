@@ -15,16 +15,11 @@ those of AMX).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 64
-"""Positions by which the part of the cache that rows read grows; what lies beyond their own is masked."""
+from dspark_train.decoding.layout import FixedLayout, RowLayout, whole_tiles
 
 
 class RaggedCache:
@@ -37,7 +32,7 @@ class RaggedCache:
             slots: requests that fit at once.
             length: positions that must fit in each; rounded up to whole tiles.
         """
-        self.slots, self.length = slots, _whole_tiles(length)
+        self.slots, self.length = slots, whole_tiles(length)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -63,95 +58,10 @@ class RaggedCache:
         return sum(b.numel() * b.element_size() for s in (self.keys, self.values) for b in s.values())
 
 
-@dataclass(frozen=True)
-class RowLayout:
-    """Rows of one pass: ``counts[i]`` consecutive positions from ``starts[i]`` in slot ``i``, slot after slot.
-
-    Every row sees the positions of its own slot up to and including its own (causal), or, where ``block`` is
-    set, up to the last row of its slot (a draft block sees itself in both directions).
-    """
-
-    counts: Sequence[int]
-    starts: Sequence[int]
-    device: torch.device
-    block: bool = False
-    first_slot: int = 0
-    """Slot of ``counts[0]``."""
-
-    @property
-    def single(self) -> bool:
-        """Whether one slot owns all rows, so that they can be sliced instead of gathered."""
-        return len(self.counts) == 1
-
-    @cached_property
-    def slot(self) -> Tensor:
-        """``[S]`` int64: slot of each row."""
-        counts = torch.tensor(self.counts, device=self.device)
-        slots = torch.arange(self.first_slot, self.first_slot + len(self.counts), device=self.device)
-        return slots.repeat_interleave(counts, output_size=sum(self.counts))
-
-    @cached_property
-    def offset(self) -> Tensor:
-        """``[S]`` int64: place of each row among its slot's."""
-        return torch.cat([torch.arange(count, device=self.device) for count in self.counts])
-
-    @cached_property
-    def position(self) -> Tensor:
-        """``[S]`` int64: position of each row."""
-        if self.single:
-            return torch.arange(self.starts[0], self.starts[0] + self.counts[0], device=self.device)
-        return torch.tensor(self.starts, device=self.device)[self.slot - self.first_slot] + self.offset
-
-    @cached_property
-    def grid(self) -> Tensor:
-        """``[R, max count]`` int64: row of each place, 0 where a slot has fewer rows."""
-        width = max(self.counts)
-        firsts, total = [], 0
-        for count in self.counts:
-            firsts.append(total)
-            total += count
-        places = torch.arange(width, device=self.device)
-        rows = torch.tensor(firsts, device=self.device)[:, None] + places
-        return torch.where(places < torch.tensor(self.counts, device=self.device)[:, None], rows, 0)
-
-    @cached_property
-    def cell(self) -> Tensor:
-        """``[S]`` int64: place of each row in the flattened grid."""
-        return (self.slot - self.first_slot) * max(self.counts) + self.offset
-
-    @property
-    def reach(self) -> int:
-        """Positions that rows read, from 0: all that any of them can see, and the rest of the last tile."""
-        most = max(start + count for start, count in zip(self.starts, self.counts, strict=True))
-        return most if self.block else _whole_tiles(most)
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask ``[R, max count, reach]``; None where every row sees all of it.
-
-        Args:
-            window: a row sees this many positions, its own included; None is all.
-            dtype: of the queries.
-        """
-        if window is not None and window >= self.reach:
-            window = None
-        if self.single and window is None and self.block:
-            return None
-        starts = torch.tensor(self.starts, device=self.device)[:, None]
-        counts = torch.tensor(self.counts, device=self.device)[:, None]
-        place = torch.arange(max(self.counts), device=self.device)
-        own = starts + place.minimum(counts - 1).clamp_min(0)
-        end = (starts + counts).expand_as(own) if self.block else own + 1
-        keys = torch.arange(self.reach, device=self.device)
-        hidden = keys >= end.clamp_min(1)[..., None]
-        if window is not None:
-            hidden |= keys <= own[..., None] - window
-        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
-
-
 class RaggedStep:
     """Attention of one pass: a cache, and where the pass's rows go. Masks are built once and shared by all layers."""
 
-    def __init__(self, cache: RaggedCache, layout: RowLayout) -> None:
+    def __init__(self, cache: RaggedCache, layout: RowLayout | FixedLayout) -> None:
         self.cache, self.layout = cache, layout
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
@@ -191,7 +101,7 @@ class RaggedStep:
         """
         self.write(layer, key, value)
         layout, reach = self.layout, self.layout.reach
-        slots = slice(layout.first_slot, layout.first_slot + len(layout.counts))
+        slots = slice(layout.first_slot, layout.first_slot + layout.requests)
         keys = self.cache.keys[layer][slots, :, :reach]
         values = self.cache.values[layer][slots, :, :reach]
         heads, groups = query.shape[0], query.shape[0] // key.shape[0]
@@ -211,9 +121,9 @@ class RaggedStep:
         else:
             grid = query[:, layout.grid].transpose(0, 1)
         width = grid.shape[2]
-        folded = grid.reshape(len(layout.counts), -1, groups * width, grid.shape[-1])
+        folded = grid.reshape(layout.requests, -1, groups * width, grid.shape[-1])
         mixed = _attention(folded, keys, values, self._mask(window, groups, query.dtype), scale, softcap)
-        mixed = mixed.view(len(layout.counts), heads, width, -1)
+        mixed = mixed.view(layout.requests, heads, width, -1)
         if layout.single:
             return mixed[0].transpose(0, 1)
         return mixed.transpose(1, 2).flatten(0, 1)[layout.cell]
@@ -231,10 +141,6 @@ class RaggedStep:
             mask = self.layout.mask(window, dtype)
             self._masks[key] = mask if mask is None else mask.repeat(1, groups, 1)[:, None]
         return self._masks[key]
-
-
-def _whole_tiles(length: int) -> int:
-    return -(-length // TILE) * TILE
 
 
 def _attention(

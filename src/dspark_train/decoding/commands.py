@@ -30,6 +30,8 @@ def decode(
     dtype: Literal["auto", "bfloat16", "float32"] | None = None,
     costs: Path | None = None,
     seed: int = 0,
+    graphs: bool = False,
+    compile: bool = False,
 ) -> None:
     """Decode prompts plainly and speculatively, and compare speed, acceptance and output.
 
@@ -51,6 +53,8 @@ def decode(
         dtype: of target and draft. Left out: the run's, which is bfloat16 where the hardware computes in it.
         costs: cost table for the schedulers; left out, the run's own, else measured on the spot.
         seed: of sampling and bootstrap.
+        graphs: run rounds in a few fixed shapes, captured as CUDA graphs; on a CPU the same shapes, uncaptured.
+        compile: compile the norms and MLPs of target and draft (needs a C++ compiler).
     """
     from dspark_train.calibration.report import trace_label
     from dspark_train.decoding.measure import Settings, compare, examples, interleave, to_json
@@ -75,13 +79,15 @@ def decode(
         "split": split,
         "dtype": str(opened.target.dtype).removeprefix("torch."),
         "seed": seed,
+        "graphs": graphs,
+        "compile": compile,
         "modes": {},
     }
     (run / "traces").mkdir(exist_ok=True)
     for rule in rules:
         label = trace_label(rule.temperature)
         calibrated = _calibration(run, label, opened.draft)
-        settings = Settings(max_new_tokens, batch_size, picked, calibrated, seed)
+        settings = Settings(max_new_tokens, batch_size, picked, calibrated, seed, graphs, compile)
         found = compare(opened.target, opened.draft, chosen, rule, settings, seconds)
         found.trace.save(run / "traces" / f"decode_{label}.safetensors")
         content["modes"][label] = to_json(found, seed) | {"sts": calibrated}

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from dspark_train.calibration.online import OnlineTemperatures
 from dspark_train.calibration.temperature import conditional
-from dspark_train.decoding.cache import RowLayout
 from dspark_train.decoding.draft_pass import DraftPass, Proposal
+from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.policies import FixedLength, Policy
+from dspark_train.decoding.programs import Programs
 from dspark_train.decoding.requests import Request, RoundLog, stop_sets, take
 from dspark_train.decoding.sampling import SamplingRule, draw, verify_greedy, verify_sampled
 from dspark_train.decoding.target_pass import TargetPass
@@ -64,6 +65,8 @@ def generate(
     seed: int = 0,
     temperatures: Sequence[float] | OnlineTemperatures | None = None,
     domains: Sequence[str] = (),
+    graphs: bool = False,
+    compile: bool = False,
 ) -> GenerationResult:
     """Generate answers whose distribution is exactly the target's.
 
@@ -82,12 +85,16 @@ def generate(
         temperatures: ``[γ]`` of the confidences (sequential temperature scaling); online ones follow what is
             accepted while decoding; None leaves the confidences raw.
         domains: of each prompt, for the trace.
+        graphs: run rounds in a few fixed shapes, captured as CUDA graphs; on a CPU the same shapes, uncaptured.
+        compile: ``torch.compile`` the norms and MLPs of target and draft.
 
     Raises:
         UserError: a prompt that is empty, too long or has unknown ids, a draft made for another target, or a
             policy that needs the confidence head that the draft lacks.
     """
-    decoder = Decoder(target, draft, policy, SamplingRule(temperature, top_k, top_p), temperatures)
+    decoder = Decoder(
+        target, draft, policy, SamplingRule(temperature, top_k, top_p), temperatures, graphs, compile
+    )
     requests = decoder.requests(prompts, max_new_tokens, stop_token_ids)
     return decoder.run(requests, batch_size=batch_size, seed=seed, domains=domains)
 
@@ -102,9 +109,12 @@ class Decoder:
         policy: Policy | None = None,
         rule: SamplingRule | None = None,
         temperatures: Sequence[float] | OnlineTemperatures | None = None,
+        graphs: bool = False,
+        compile: bool = False,
     ) -> None:
         """Check that the parts fit; arguments as in :func:`generate`."""
         self.target, self.draft = target, draft
+        self.graphs, self.compile = graphs, compile
         self.policy = FixedLength() if policy is None else policy
         self.rule = SamplingRule() if rule is None else rule
         self.block_size = 0 if draft is None else draft.config.block_size
@@ -212,12 +222,14 @@ class ActiveRun:
     def __init__(self, decoder: Decoder, slots: int, length: int, seed: int) -> None:
         self.decoder, self.rule = decoder, decoder.rule
         self.device = decoder.target.device
-        self.target = TargetPass(decoder.target, slots, length, features=decoder.draft is not None)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.programs = Programs(slots, self.device, self.generator) if decoder.graphs else None
+        how = (self.programs, decoder.compile)
+        self.target = TargetPass(decoder.target, slots, length, decoder.draft is not None, *how)
         self.draft = None
         if decoder.draft is not None and decoder.depth > 0:
-            self.draft = DraftPass(decoder.draft, slots, length + decoder.block_size)
+            self.draft = DraftPass(decoder.draft, slots, length + decoder.block_size, *how)
         self.choose = decoder.policy.start()
-        self.generator = torch.Generator(self.device).manual_seed(seed)
         self.active: list[Request] = []
         """Request of each slot; the slots in use are the first ones, always."""
         self.rounds = RoundLog(decoder.block_size)
@@ -283,10 +295,10 @@ class ActiveRun:
             block = torch.cat([block, proposal.tokens[:, : width - 1]], dim=1)
         with self.watch.part("verify"):
             ids = block[0] if layout.single else block[layout.slot, layout.offset]
-            hidden, features = self.target(ids, layout)
+            hidden, features = self.target.verify(ids, layout, self.decoder.depth + 1)
         if self.draft is not None and features is not None:
             with self.watch.part("draft"):
-                self.draft.append(features, layout)
+                self.draft.append_verified(features, layout, self.decoder.depth + 1)
         accepted, following = self._verify(hidden, layout, block[:, 1:], proposal)
         self._commit(positions, counts, accepted.tolist(), following.tolist(), proposal)
 

@@ -5,6 +5,7 @@ R  requests      γ  block size      S  flat rows of a target pass      U  vocab
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -12,8 +13,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dspark_train.decoding.cache import RaggedCache, RaggedStep, RowLayout
+from dspark_train.decoding.cache import RaggedCache, RaggedStep
+from dspark_train.decoding.layout import FixedLayout, RowLayout
 from dspark_train.decoding.packed import packed_linears
+from dspark_train.decoding.programs import Outputs, Programs, compiled, padded_requests
 from dspark_train.decoding.sampling import SamplingRule, draw
 from dspark_train.draft.model import DSparkDraft
 
@@ -41,27 +44,40 @@ class DraftPass:
     While entered, the draft's products use packed weights where that is faster.
     """
 
-    def __init__(self, draft: DSparkDraft, slots: int, length: int) -> None:
+    def __init__(
+        self,
+        draft: DSparkDraft,
+        slots: int,
+        length: int,
+        programs: Programs | None = None,
+        compile: bool = False,
+    ) -> None:
         """Prepare.
 
         Args:
             draft: the draft; used as it is, on its device, in its dtype.
             slots: requests that fit at once.
             length: positions that fit in each, context and block together.
+            programs: runs rounds in fixed shapes; None runs every pass as it is.
+            compile: compile what lies between the products.
         """
         self.draft = draft
         self.block_size = draft.config.block_size
         self.device = draft.fc.weight.device
-        self.cache = RaggedCache(slots, length)
+        self.cache = RaggedCache(slots if programs is None else slots + 1, length)  # one for rows of padding
+        self._programs, self._compile = programs, compile
+        self._stack = ExitStack()
         self._token_ids = draft.draft_token_ids
         self._packed = packed_linears(draft, draft.head_weight, _SAME_INPUT)
 
     def __enter__(self) -> Self:
-        self._packed.__enter__()
+        self._stack.enter_context(self._packed)
+        if self._compile:
+            self._stack.enter_context(compiled(self.draft))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._packed.__exit__(*error)
+        self._stack.close()
 
     def append(self, features: Tensor, layout: RowLayout) -> None:
         """Add context: the target's features ``[S, m·d]`` at the rows of ``layout``.
@@ -69,6 +85,22 @@ class DraftPass:
         Rows of tokens that verification rejected may be among them: they lie at or after the next anchor,
         where no block looks, and are overwritten.
         """
+        self._append(features, layout)
+
+    def append_verified(self, features: Tensor, layout: RowLayout, width: int) -> None:
+        """Add the context of a round, no request more than ``width`` rows, in fixed shapes where asked for."""
+        programs = self._programs
+        if programs is None:
+            return self._append(features, layout)
+        fixed = programs.place(layout, width, self.cache.length)
+
+        def run(features: Tensor) -> Outputs:
+            self._append(features, fixed)
+            return ()
+
+        programs.run("context", id(fixed), run, (features, fixed.rows))
+
+    def _append(self, features: Tensor, layout: RowLayout | FixedLayout) -> None:
         context = self.draft.context(features)
         rotation = self.draft.rotation(layout.position)
         step = RaggedStep(self.cache, layout)
@@ -88,7 +120,17 @@ class DraftPass:
         """
         slots = self.block_size
         layout = RowLayout([slots] * len(positions), positions, self.device, block=True)
-        ids = anchors.new_full((anchors.shape[0], slots), self.draft.config.mask_token_id)
+        if self._programs is None:
+            return self._hidden(anchors, layout)
+        fixed = self._programs.place(layout, slots, self.cache.length)
+        (hidden,) = self._programs.run(
+            "draft", id(fixed), lambda anchors: (self._hidden(anchors, fixed),), (anchors, fixed.requests)
+        )
+        assert hidden is not None
+        return hidden[: anchors.shape[0]]
+
+    def _hidden(self, anchors: Tensor, layout: RowLayout | FixedLayout) -> Tensor:
+        ids = anchors.new_full((anchors.shape[0], self.block_size), self.draft.config.mask_token_id)
         ids[:, 0] = anchors
         rotation = self.draft.rotation(layout.position.view(ids.shape))
         step = RaggedStep(self.cache, layout)
@@ -109,6 +151,24 @@ class DraftPass:
             rule: how tokens are drawn.
             generator: source of randomness.
         """
+        programs, requests = self._programs, anchors.shape[0]
+        if programs is None:
+            return self._walk(hidden, anchors, rule, generator)
+
+        def run(hidden: Tensor, anchors: Tensor) -> Outputs:
+            made = self._walk(hidden, anchors, rule, generator)
+            return made.tokens, made.indices, made.probabilities, made.confidence_logits
+
+        size = padded_requests(requests, programs.slots)
+        outputs = programs.run("walk", rule, run, (hidden, size), (anchors, size))
+        tokens, indices, *others = (None if output is None else output[:requests] for output in outputs)
+        assert tokens is not None
+        assert indices is not None
+        return Proposal(tokens, indices, *others)
+
+    def _walk(
+        self, hidden: Tensor, anchors: Tensor, rule: SamplingRule, generator: torch.Generator | None
+    ) -> Proposal:
         draft, head = self.draft, self.draft.markov_head
         base = draft.base_logits(hidden, self._packed.head)
         previous, state = anchors, None

@@ -33,6 +33,8 @@ class Settings:
         policy: of verification; None verifies whole blocks.
         temperatures: ``[γ]`` of the confidences; None leaves them raw.
         seed: of sampling and bootstrap.
+        graphs: rounds in fixed shapes, captured as CUDA graphs on a GPU; both sides.
+        compile: compiled norms and MLPs; both sides.
     """
 
     max_new_tokens: int = 128
@@ -40,6 +42,8 @@ class Settings:
     policy: Policy | None = None
     temperatures: Sequence[float] | None = None
     seed: int = 0
+    graphs: bool = False
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,9 @@ def compare(
         settings: how prompts are decoded.
         seconds: no new group of prompts is begun after this time; one is decoded always.
     """
-    plain = Decoder(target, rule=rule)
-    drafted = Decoder(target, draft, settings.policy, rule, settings.temperatures)
+    graphs, compile = settings.graphs, settings.compile
+    plain = Decoder(target, rule=rule, graphs=graphs, compile=compile)
+    drafted = Decoder(target, draft, settings.policy, rule, settings.temperatures, graphs, compile)
     found = Comparison(rule.temperature, [], exact=target.dtype == torch.float32)
     for decoder in (plain, drafted):
         _decode(decoder, prompts[: settings.batch_size], settings, 0, limit=4)

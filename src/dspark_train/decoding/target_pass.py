@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from dspark_train.decoding.cache import RaggedCache, RaggedStep, RowLayout
+from dspark_train.decoding.cache import RaggedCache, RaggedStep
+from dspark_train.decoding.layout import FixedLayout, RowLayout
 from dspark_train.decoding.packed import packed_linears
+from dspark_train.decoding.programs import Programs, compiled
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 
@@ -81,7 +83,15 @@ class TargetPass:
     Not an inference session: whoever owns it says which rows go where.
     """
 
-    def __init__(self, target: FrozenTarget, slots: int, length: int, features: bool) -> None:
+    def __init__(
+        self,
+        target: FrozenTarget,
+        slots: int,
+        length: int,
+        features: bool,
+        programs: Programs | None = None,
+        compile: bool = False,
+    ) -> None:
         """Prepare.
 
         Args:
@@ -89,10 +99,12 @@ class TargetPass:
             slots: requests that fit at once.
             length: positions that fit in each.
             features: whether tapped layers are collected (plain decoding needs none).
+            programs: runs verification in fixed shapes; None runs every pass as it is.
+            compile: compile what lies between the products.
         """
         self.target = target
-        self.cache = RaggedCache(slots, length)
-        self._features = features
+        self.cache = RaggedCache(slots if programs is None else slots + 1, length)  # one for rows of padding
+        self._features, self._programs, self._compile = features, programs, compile
         self._tapped: dict[int, Tensor] = {}
         self._packed = packed_linears(target.model, groups=_SAME_INPUT)
         self._stack = ExitStack()
@@ -103,6 +115,8 @@ class TargetPass:
         config._attn_implementation = ATTENTION
         self._stack.callback(setattr, config, "_attn_implementation", before)
         self._stack.enter_context(self._packed)
+        if self._compile:
+            self._stack.enter_context(compiled(self.target.decoder))
         if self._features:
             self._tapped = self._stack.enter_context(self.target.tap())
         return self
@@ -120,6 +134,22 @@ class TargetPass:
         Returns:
             Last hidden states ``[S, d]`` and, where collected, features ``[S, m·d]``.
         """
+        return self._run(ids, layout)
+
+    def verify(self, ids: Tensor, layout: RowLayout, width: int) -> tuple[Tensor, Tensor | None]:
+        """Run rows of a round, no request more than ``width``: as calling does, in fixed shapes where asked for."""
+        programs = self._programs
+        if programs is None:
+            return self._run(ids, layout)
+        fixed = programs.place(layout, width, self.cache.length)
+        hidden, features = programs.run(
+            "target", id(fixed), lambda ids: self._run(ids, fixed), (ids, fixed.rows)
+        )
+        assert hidden is not None
+        rows = ids.shape[0]
+        return hidden[:rows], None if features is None else features[:rows]
+
+    def _run(self, ids: Tensor, layout: RowLayout | FixedLayout) -> tuple[Tensor, Tensor | None]:
         output = self.target.decoder(
             input_ids=ids[None],
             position_ids=layout.position[None],
