@@ -182,10 +182,11 @@ def test_bad_options(run, call, message):
         call(run)
 
 
-def test_recorded_rounds_are_reused_and_missing_ones_are_decoded(run, monkeypatch):
+def test_recorded_rounds_are_reused_and_missing_ones_are_decoded(run, monkeypatch, capsys):
     rounds = RecordedRounds(run, Recording())
     monkeypatch.setattr(rounds, "_open", lambda: pytest.fail("models were loaded for rounds that exist"))
     assert len(rounds.trace("heldout", 0.0).request) == 1200
+    assert "heldout: 1200 rounds of" in capsys.readouterr().out
     rounds.path("heldout", 0.0).unlink()
     monkeypatch.setattr(rounds, "_open", lambda: (_ for _ in ()).throw(KeyError("opened")))
     with pytest.raises(KeyError, match="opened"):
