@@ -76,10 +76,8 @@ class RecordedRounds:
         path = self.path(split, temperature)
         if path.is_file() and not self.refresh:
             trace = DecodingTrace.load(path)
-            prompts_seen = len(trace.request.unique())
-            say(
-                f"{split}: {len(trace.request)} rounds of {prompts_seen} prompts are in {path} (--refresh true decodes)"
-            )
+            known = f"{len(trace.request)} rounds of {len(trace.request.unique())} prompts"
+            say(f"{split}: {known} are in {path} (--refresh true decodes)")
             return trace
         from dspark_train.decoding.decoder import generate
         from dspark_train.decoding.measure import interleave
