@@ -140,7 +140,7 @@ def test_what_the_context_cannot_hold_is_left_out_and_named(folders: dict[str, P
     table = evaluate_run(options(folders, name="long", **chosen))
     assert table["settings"]["too_long"] == {"long": [1]}
     assert table["results"][0]["suites"]["long"]["prompts"] == 2
-    assert "long: 1 prompts were longer than the target's context" in evaluation_markdown(table)
+    assert "long: 1 prompt was longer than the target's context" in evaluation_markdown(table)
     write_rows(suites / "endless.jsonl", [{"turns": [many]}])
     with pytest.raises(UserError, match="suite endless: no prompt fits"):
         evaluate_run(options(folders, name="endless", **(chosen | {"suites": ["endless"]})))

@@ -70,7 +70,6 @@ def evaluation_markdown(table: dict[str, Any]) -> str:
                 f"{pair}: τ {_estimate(difference['macro'], signed)}, {100 * difference['relative']:+.1f} %"
             )
     for suite, indices in table.get("settings", {}).get("too_long", {}).items():
-        parts.append(
-            f"{suite}: {len(indices)} prompts were longer than the target's context and were left out."
-        )
+        those = "1 prompt was" if len(indices) == 1 else f"{len(indices)} prompts were"
+        parts.append(f"{suite}: {those} longer than the target's context and left out.")
     return "\n\n".join(parts) + "\n"

@@ -84,9 +84,10 @@ def _introduction(result: ExportResult, target: str) -> str:
     head = config.get("markov_head_type")
     sequential = f"{head} sequential head of rank {config['markov_rank']}" if head else "no sequential head"
     confidence = "a confidence head" if config.get("enable_confidence_head") else "no confidence head"
+    depth = layers["num_hidden_layers"]
     lines = [
         f"Proposes {config['block_size']} tokens a round for lossless speculative decoding of `{target}`: "
-        f"{layers['num_hidden_layers']} layers that read the target's layers {', '.join(map(str, taps))} "
+        f"{depth} {'layer that reads' if depth == 1 else 'layers that read'} the target's layers {', '.join(map(str, taps))} "
         f"(counted from 0), {sequential}, {confidence}. "
         f"Layout: {result.format}; weights: {config['dtype']}.",
         *(f"- {note[:1].upper()}{note[1:]}." for note in result.notes),
