@@ -85,9 +85,10 @@ def _introduction(result: ExportResult, target: str) -> str:
     sequential = f"{head} sequential head of rank {config['markov_rank']}" if head else "no sequential head"
     confidence = "a confidence head" if config.get("enable_confidence_head") else "no confidence head"
     depth = layers["num_hidden_layers"]
+    read = "1 layer that reads" if depth == 1 else f"{depth} layers that read"
     lines = [
         f"Proposes {config['block_size']} tokens a round for lossless speculative decoding of `{target}`: "
-        f"{depth} {'layer that reads' if depth == 1 else 'layers that read'} the target's layers {', '.join(map(str, taps))} "
+        f"{read} the target's layers {', '.join(map(str, taps))} "
         f"(counted from 0), {sequential}, {confidence}. "
         f"Layout: {result.format}; weights: {config['dtype']}.",
         *(f"- {note[:1].upper()}{note[1:]}." for note in result.notes),
