@@ -79,34 +79,31 @@ class DraftPass:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def append(self, features: Tensor, layout: RowLayout) -> None:
+    def append(self, features: Tensor, layout: RowLayout | FixedLayout) -> None:
         """Add context: the target's features ``[S, m·d]`` at the rows of ``layout``.
 
         Rows of tokens that verification rejected may be among them: they lie at or after the next anchor,
         where no block looks, and are overwritten.
         """
-        self._append(features, layout)
-
-    def append_verified(self, features: Tensor, layout: RowLayout, width: int) -> None:
-        """Add the context of a round, no request more than ``width`` rows, in fixed shapes where asked for."""
-        programs = self._programs
-        if programs is None:
-            return self._append(features, layout)
-        fixed = programs.place(layout, width, self.cache.length)
-
-        def run(features: Tensor) -> Outputs:
-            self._append(features, fixed)
-            return ()
-
-        programs.run("context", id(fixed), run, (features, fixed.rows))
-
-    def _append(self, features: Tensor, layout: RowLayout | FixedLayout) -> None:
         context = self.draft.context(features)
         rotation = self.draft.rotation(layout.position)
         step = RaggedStep(self.cache, layout)
         for index, layer in enumerate(self.draft.layers):
             key, value = layer.self_attn.keys_values(context, rotation)
             step.write(index, key.transpose(0, 1), value.transpose(0, 1))
+
+    def append_verified(self, features: Tensor, layout: RowLayout, width: int) -> None:
+        """Add the context of a round, no request more than ``width`` rows, in fixed shapes where asked for."""
+        programs = self._programs
+        if programs is None:
+            return self.append(features, layout)
+        fixed = programs.place(layout, width, self.cache.length)
+
+        def run(features: Tensor) -> Outputs:
+            self.append(features, fixed)
+            return ()
+
+        programs.run("context", id(fixed), run, (features, fixed.rows))
 
     def hidden(self, anchors: Tensor, positions: list[int]) -> Tensor:
         """Run the parallel pass.

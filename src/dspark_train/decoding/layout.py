@@ -128,30 +128,25 @@ class FixedLayout:
         """
         self.rows, self.requests, self.width, self.reach = rows, requests, width, reach
         self.scratch, self.device, self.block = scratch, device, block
-        sizes = [rows] * 4 + [requests] * 2 + [requests * width]
+        sizes = [rows] * 3 + [requests] * 2 + [requests * width]
         self._all = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self.slot, self.offset, self.position, self.cell, self.starts, self.counts, grid = self._all.split(
-            sizes
-        )
+        self.slot, self.position, self.cell, self.starts, self.counts, grid = self._all.split(sizes)
         self.grid = grid.view(requests, width)
 
     def load(self, layout: RowLayout) -> None:
         """Take over the rows of ``layout``, in one copy to the device."""
         slot: list[int] = []
-        offset: list[int] = []
         position: list[int] = []
         cell: list[int] = []
         grid: list[int] = []
         for request, (count, start) in enumerate(zip(layout.counts, layout.starts, strict=True)):
             grid += [len(slot) + min(place, count - 1) for place in range(self.width)]
             slot += [request] * count
-            offset += range(count)
             position += range(start, start + count)
             cell += range(request * self.width, request * self.width + count)
         rows, requests = self.rows - len(slot), self.requests - len(layout.counts)
         flat = [
             *slot, *[self.scratch] * rows,
-            *offset, *[0] * rows,
             *position, *[0] * rows,
             *cell, *[0] * rows,
             *layout.starts, *[0] * requests,

@@ -124,7 +124,7 @@ class TargetPass:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def __call__(self, ids: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, ids: Tensor, layout: RowLayout | FixedLayout) -> tuple[Tensor, Tensor | None]:
         """Run new rows.
 
         Args:
@@ -134,22 +134,6 @@ class TargetPass:
         Returns:
             Last hidden states ``[S, d]`` and, where collected, features ``[S, m·d]``.
         """
-        return self._run(ids, layout)
-
-    def verify(self, ids: Tensor, layout: RowLayout, width: int) -> tuple[Tensor, Tensor | None]:
-        """Run rows of a round, no request more than ``width``: as calling does, in fixed shapes where asked for."""
-        programs = self._programs
-        if programs is None:
-            return self._run(ids, layout)
-        fixed = programs.place(layout, width, self.cache.length)
-        hidden, features = programs.run(
-            "target", id(fixed), lambda ids: self._run(ids, fixed), (ids, fixed.rows)
-        )
-        assert hidden is not None
-        rows = ids.shape[0]
-        return hidden[:rows], None if features is None else features[:rows]
-
-    def _run(self, ids: Tensor, layout: RowLayout | FixedLayout) -> tuple[Tensor, Tensor | None]:
         output = self.target.decoder(
             input_ids=ids[None],
             position_ids=layout.position[None],
@@ -158,3 +142,14 @@ class TargetPass:
         )
         features = self.target.concatenate(self._tapped)[0] if self._features else None
         return output.last_hidden_state[0], features
+
+    def verify(self, ids: Tensor, layout: RowLayout, width: int) -> tuple[Tensor, Tensor | None]:
+        """Run rows of a round, no request more than ``width``: as calling does, in fixed shapes where asked for."""
+        programs = self._programs
+        if programs is None:
+            return self(ids, layout)
+        fixed = programs.place(layout, width, self.cache.length)
+        hidden, features = programs.run("target", id(fixed), lambda ids: self(ids, fixed), (ids, fixed.rows))
+        assert hidden is not None
+        rows = ids.shape[0]
+        return hidden[:rows], None if features is None else features[:rows]
