@@ -41,7 +41,11 @@ class SequentialHead(nn.Module):
         Returns:
             Latent ``[.., r]`` and the next state.
         """
-        embedded = self.markov_w1(previous)
+        return self._advance(hidden, self.markov_w1(previous), state)
+
+    def _advance(
+        self, hidden: Tensor, embedded: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if self.kind == "vanilla":
             return embedded, None
         if self.kind == "gated":
@@ -54,13 +58,21 @@ class SequentialHead(nn.Module):
         keep = torch.sigmoid(gate)
         return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
 
-    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Latents of whole blocks under teacher forcing: ``[N, γ, d]`` and ``[N, γ]`` to ``[N, γ, r]``."""
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Latents of whole blocks under teacher forcing.
+
+        Args:
+            hidden: ``[N, γ, d]`` states of the slots.
+            embedded: ``[N, γ, r]`` Markov embeddings of the tokens before.
+
+        Returns:
+            ``[N, γ, r]``.
+        """
         if self.kind != "rnn":
-            return self.step(hidden, previous, None)[0]
+            return self._advance(hidden, embedded, None)[0]
         state, latents = None, []
         for slot in range(hidden.shape[1]):
-            latent, state = self.step(hidden[:, slot], previous[:, slot], state)
+            latent, state = self._advance(hidden[:, slot], embedded[:, slot], state)
             latents.append(latent)
         return torch.stack(latents, dim=1)
 

@@ -139,7 +139,10 @@ class DSparkDraft(PreTrainedModel):
 
     def context(self, features: Tensor) -> Tensor:
         """``H_ctx = RMSNorm(W_c features)``: ``[.., m·d] -> [.., d]``."""
-        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        # autocast would only narrow again what is widened here
+        if not torch.is_autocast_enabled(features.device.type):
+            features = features.to(self.fc.weight.dtype)
+        return self.hidden_norm(self.fc(features))
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Cosines and sines of true positions ``[..]``, ``[.., h]`` each, float32."""
@@ -166,8 +169,13 @@ class DSparkDraft(PreTrainedModel):
             keys, values = layer.self_attn.keys_values(context, context_rotation)
             x = layer(x, rotation, partial(self._attend, keys, values, layout, layer.self_attn.scale))
         hidden = self.norm(x)
-        latent = self.markov_head(hidden, blocks.previous) if self.markov_head is not None else None
-        return DraftOutput(hidden, latent, self.confidence(hidden, blocks.previous))
+        latent = embedded = None
+        if self.markov_head is not None:
+            # one look-up for both heads: the gradient of each has the size of the table
+            embedded = self.markov_head.markov_w1(blocks.previous)
+            latent = self.markov_head(hidden, embedded)
+        confidence = None if self.confidence_head is None else self.confidence_head(hidden, embedded)
+        return DraftOutput(hidden, latent, confidence)
 
     @staticmethod
     def _attend(

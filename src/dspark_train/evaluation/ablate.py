@@ -251,5 +251,6 @@ def write_results(ablation: Ablation, failures: dict[str, str]) -> str:
         sections = [study_section(ablation, study, results) for study in ablation.studies]
         runs = [RunFolder.load(folder / name) for name in results]
         kept = [section for section in sections if section is not None]
-        write(comparison_page(runs, kept, title=f"Ablation {folder.name}"), folder / "ablation.html")
+        title = "Ablation" if folder.name == "ablation" else f"Ablation {folder.name}"
+        write(comparison_page(runs, kept, title=title), folder / "ablation.html")
     return text

@@ -173,14 +173,14 @@ class CacheBuilder:
         """Group samples of similar length into passes of at most ``batch_tokens`` padded tokens."""
         batches: list[list[_Sample]] = []
         for sample in sorted(samples, key=lambda sample: -len(sample.ids)):
-            if not batches or (len(batches[-1]) + 1) * len(batches[-1][0].ids) > self.batch_tokens:
+            if not batches or (len(batches[-1]) + 1) * _padded(len(batches[-1][0].ids)) > self.batch_tokens:
                 batches.append([])
             batches[-1].append(sample)
         return batches
 
     def _run(self, batch: list[_Sample]) -> list[dict[str, Tensor]]:
         """States of a few samples, on the CPU."""
-        longest = len(batch[0].ids)
+        longest = _padded(len(batch[0].ids))
         ids = torch.zeros(len(batch), longest, dtype=torch.int64)
         wanted = torch.zeros(len(batch), longest, dtype=torch.bool)
         for row, sample in enumerate(batch):
@@ -298,6 +298,11 @@ class CacheFeatures(Callback):
         module.outside.pop("feature_cache", None)
         if not self.keep and trainer.is_global_zero:
             shutil.rmtree(self.folder)
+
+
+def _padded(length: int) -> int:
+    """Padded length of a pass: few different ones, since a CPU's library compiles kernels for each."""
+    return -(-length // 8) * 8
 
 
 def _content_digest(digests: list[int]) -> str:

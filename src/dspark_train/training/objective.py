@@ -184,12 +184,15 @@ def target_logsumexp(
     result = target_hidden.new_empty(positions, dtype=accurate)
     chunk = _fit(memory_budget_bytes or DEFAULT_MEMORY_BUDGET, vocabulary * dtype.itemsize)
     inner = rows_in_cache(chunk, vocabulary, target_hidden.device)
+    tile = _tile(chunk, target_hidden.device)
+    target_hidden = _whole_tiles(target_hidden, tile)
     with torch.autocast(target_hidden.device.type, enabled=False):
-        logits = target_hidden.new_empty(min(chunk, positions), vocabulary)
+        logits = target_hidden.new_empty(_up(min(chunk, positions), tile), vocabulary)
         wide = target_hidden.new_empty(min(inner, positions), vocabulary, dtype=accurate)
         for start in range(0, positions, chunk):
-            part = target_hidden[start : start + chunk]
-            torch.mm(part, target_head.T, out=logits[: len(part)])
+            part = range(start, min(start + chunk, positions))
+            whole = _up(len(part), tile)
+            torch.mm(target_hidden[start : start + whole], target_head.T, out=logits[:whole])
             for low in range(0, len(part), inner):
                 block = logits[low : min(low + inner, len(part))]
                 values = wide[: len(block)]
@@ -214,6 +217,20 @@ def _matmul_dtype(tensor: Tensor) -> torch.dtype:
 
 def _fit(budget: int, bytes_per_row: int) -> int:
     return max(_MIN_ROWS, min(_MAX_ROWS, budget // max(1, bytes_per_row)) // 16 * 16)
+
+
+def _tile(chunk: int, device: torch.device) -> int:
+    """Rows to whose multiples products are widened: a CPU's library compiles a kernel for every size it meets."""
+    return max(16, 2 ** (chunk.bit_length() - 4)) if device.type == "cpu" else 1
+
+
+def _up(count: int, tile: int) -> int:
+    return -(-count // tile) * tile
+
+
+def _whole_tiles(rows: Tensor, tile: int) -> Tensor:
+    """``rows`` and zeros behind them: enough for every slice of them to be widened to whole tiles."""
+    return rows if tile == 1 else torch.nn.functional.pad(rows, (0, 0, 0, tile))
 
 
 def _frozen_inputs(
@@ -308,23 +325,27 @@ def _sweep(
     project = None if w2 is None else w2.detach().to(settings.dtype)
     ce, l1 = (hidden.new_empty(rows, dtype=settings.accurate) for _ in range(2))
     grad_hidden = grad_latent = grad_w2 = None
+    buffers = 2 if settings.softcap is None else 3
+    chunk = min(rows, _fit(settings.budget, buffers * vocabulary * settings.dtype.itemsize))
+    tile = _tile(chunk, hidden.device)
+    states, wanted = _whole_tiles(states, tile), _whole_tiles(inputs.target_hidden, tile)
+    z = None if z is None else _whole_tiles(z, tile)
     if settings.gradient:
         grad_hidden = torch.empty_like(states)
         if z is not None and project is not None:
             grad_latent = torch.empty_like(z)
             grad_w2 = torch.zeros_like(project, dtype=settings.accurate)
-
-    buffers = 2 if settings.softcap is None else 3
-    chunk = min(rows, _fit(settings.budget, buffers * vocabulary * settings.dtype.itemsize))
     first = inputs.first_position
     most = max(first[min(start + chunk, rows) - 1] - first[start] + 1 for start in range(0, rows, chunk))
-    draft_buffer = states.new_empty(chunk, vocabulary)
-    target_buffer = states.new_empty(most, vocabulary)
+    draft_buffer = states.new_empty(_up(chunk, tile), vocabulary)
+    target_buffer = states.new_empty(_up(most, tile), vocabulary)
     slope_buffer = None if settings.softcap is None else torch.empty_like(draft_buffer)
     work = RowKernel(chunk, vocabulary, settings, states.device)
     for start in range(0, rows, chunk):
-        part = slice(start, min(start + chunk, rows))
-        low, high = first[part.start], first[part.stop - 1] + 1
+        real = slice(start, min(start + chunk, rows))
+        part = slice(start, start + _up(real.stop - start, tile))
+        low, high = first[real.start], first[real.stop - 1] + 1
+        high = low + _up(high - low, tile)
         logits = torch.mm(states[part], inputs.head.T, out=draft_buffer[: part.stop - start])
         slope = None if slope_buffer is None else slope_buffer[: len(logits)]
         if slope is not None and settings.softcap is not None:
@@ -332,18 +353,22 @@ def _sweep(
             torch.div(logits, settings.softcap, out=slope).square_().neg_().add_(1.0)
         if z is not None and project is not None:
             logits.addmm_(z[part], project.T)
-        target = torch.mm(
-            inputs.target_hidden[low:high], inputs.target_head.T, out=target_buffer[: high - low]
-        )
-        work.rows_to_gradients(logits, target, part, low, inputs, ce[part], l1[part])
+        target = torch.mm(wanted[low:high], inputs.target_head.T, out=target_buffer[: high - low])
+        count = real.stop - start
+        work.rows_to_gradients(logits[:count], target, real, low, inputs, ce[real], l1[real])
         if grad_hidden is None:
             continue
+        logits[count:].zero_()
         if z is not None and project is not None and grad_latent is not None and grad_w2 is not None:
             torch.mm(logits, project, out=grad_latent[part])
             _accumulate(grad_w2, logits, z[part])
         if slope is not None:
             logits.mul_(slope)
         torch.mm(logits, inputs.head, out=grad_hidden[part])
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden[:rows]
+    if grad_latent is not None:
+        grad_latent = grad_latent[:rows]
     return ce, l1, (grad_hidden, grad_latent, grad_w2)
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 @dataclass
 class OptimizerConfig:
-    """The optimiser: AdamW for everything, or Muon for the backbone's matrices and AdamW for the rest.
+    """The optimiser: AdamW for everything, or Muon for the layers' matrices and AdamW for the rest.
 
     Args:
         name: ``adamw`` or ``muon``.
@@ -94,8 +94,12 @@ def schedule(total_steps: int, warmup: float) -> Callable[[int], float]:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon treats this parameter: the backbone's projections, not embeddings, heads or norms."""
-    return parameter.ndim == 2 and (name.startswith("layers.") or name.startswith("fc."))
+    """Whether Muon treats this parameter: the layers' projections, not embeddings, heads or norms.
+
+    Nor the projection of the features (``fc``): AdamW trains it better (``benchmarks/quickstart_trials.md``), and as
+    the widest matrix it would cost a quarter of the iterations.
+    """
+    return parameter.ndim == 2 and name.startswith("layers.")
 
 
 def build_optimizer(
