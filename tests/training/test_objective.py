@@ -137,6 +137,21 @@ def test_any_cut_into_chunks_gives_the_same(
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-11)
 
 
+def test_products_come_in_few_sizes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN compiles a kernel for every size, which costs several times the product."""
+    sizes, product = set(), torch.mm
+
+    def recorded(left: Tensor, right: Tensor, **options: Any) -> Tensor:
+        sizes.add(left.shape[0])
+        return product(left, right, **options)
+
+    monkeypatch.setattr(torch, "mm", recorded)
+    for rows in range(260, 340):
+        fused_objective(**case(rows=rows, P=rows - 160, r=None, seed=rows), memory_budget_bytes=2**20)
+    assert len(sizes) <= 16
+    assert all(size % 16 == 0 for size in sizes)
+
+
 def test_many_small_inner_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache blocks that cut through a position's rows, and vocabulary tiles of W2's gradient."""
     monkeypatch.setattr(row_kernel, "_CACHE_ELEMENTS", 1)
