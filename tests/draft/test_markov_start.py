@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import tiny_draft, tiny_target
+from torch import Tensor
 
 from dspark_train.draft.markov_start import SMOOTHING, start_from_bigrams
 
 
-def test_with_enough_rank_it_is_the_smoothed_bigram_model() -> None:
+@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+def test_with_enough_rank_it_is_the_smoothed_bigram_model(kind: str) -> None:
     torch.manual_seed(0)
     ids = torch.arange(3, 13)
-    head = tiny_draft(tiny_target(), token_ids=ids, markov_rank=11).markov_head
+    head = tiny_draft(tiny_target(), token_ids=ids, markov_rank=11, head=kind).markov_head
+
+    def bias(token: Tensor) -> Tensor:
+        return head.markov_w2(head.step(torch.randn(tiny_target().hidden_size), token, None)[0])
+
     previous, following = torch.randint(5, 9, (300,)), torch.randint(0, 10, (300,)).square() % 10
     ce = start_from_bigrams(head, previous, following)
     unigram = torch.bincount(following, minlength=10) + 0.5
@@ -20,11 +27,11 @@ def test_with_enough_rank_it_is_the_smoothed_bigram_model() -> None:
     for token in previous.unique():
         counts = torch.bincount(following[previous == token], minlength=10)
         smoothed = (counts + SMOOTHING * unigram) / (counts.sum() + SMOOTHING)
-        got = head.markov_w2(head.markov_w1(token)).softmax(-1)
+        got = bias(token).softmax(-1)
         torch.testing.assert_close(got, smoothed, rtol=1e-3, atol=1e-4)
         expected -= float((counts * smoothed.log()).sum()) / 300
     assert abs(ce - expected) < 1e-3
-    unseen = head.markov_w2(head.markov_w1(torch.tensor(90))).softmax(-1)
+    unseen = bias(torch.tensor(90)).softmax(-1)
     torch.testing.assert_close(unseen, unigram, rtol=1e-4, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ that token. Least squares finds the function in seconds, and a draft has room fo
                     of the context, whatever is written there
     values, o_proj  from the basis to the target's last hidden state
     final norm      the usual size of each of its dimensions
-    vanilla head    the token's own part of the prediction: a table of one vector per token, at the head's rank
+    head            the token's own part of the prediction: a table of one vector per token, at the head's rank
 
 One group of heads serves the anchor's slot, the other the masked slots, which are further from their context; a
 slot sends the heads of the other group to position 0, where there is nothing to read. All other updates of the
@@ -86,7 +86,7 @@ class _Predictor:
 
 @torch.no_grad()
 def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
-    """Set the weights of a fresh draft, in place. A vanilla head is set too, another head stays as it is.
+    """Set the weights of a fresh draft, its sequential head's too, in place.
 
     Args:
         draft: a draft with the target's vocabulary at hand, on the samples' device.
@@ -102,8 +102,8 @@ def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
             "draft.init linear needs at least two key-value heads: set draft.num_key_value_heads, or init: random"
         )
     unit = samples.hidden[:, 0].float().square().mean(0).sqrt().clamp(min=1e-6)
-    vanilla = draft.config.head_type == "vanilla"
-    found = _fit(samples, draft.embedding_weight.float() * draft.config.embedding_scale, tokens=vanilla)
+    embedding = draft.embedding_weight.float() * draft.config.embedding_scale
+    found = _fit(samples, embedding, tokens=draft.markov_head is not None)
     metric = _metric(draft, found.counts)
     first_heads = max(1, round(heads * 2 / 3))
     room = draft.config.hidden_size - 2
@@ -136,7 +136,7 @@ def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
         if index:
             layer.self_attn.o_proj.weight.zero_()
     draft.norm.weight.copy_(_PREDICTION * unit)
-    if vanilla and draft.markov_head is not None:
+    if draft.markov_head is not None:
         _set_head(draft.markov_head, draft.head_weight.float(), found, metric)
 
 
@@ -159,7 +159,7 @@ def _parts(samples: StartSamples) -> Iterator[slice]:
 def _fit(samples: StartSamples, embedding: Tensor, tokens: bool) -> _Predictor:
     """Ridge regression of the hidden states on features and token; then what each token adds of its own.
 
-    Without ``tokens`` on the features alone, for drafts whose head cannot hold the tokens' part.
+    Without ``tokens`` on the features alone, for drafts without a head to hold the tokens' part.
     """
     count, width = samples.features.shape
     probe = _thin(samples.features).float()

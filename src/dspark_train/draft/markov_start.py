@@ -1,8 +1,8 @@
-"""A start of the vanilla head from counted token pairs: a bigram model from the first step on.
+"""A start of the sequential head from counted token pairs: a bigram model from the first step on.
 
-The head's logit bias ``W2 W1[previous]`` is a bigram model of rank r. Its best start is known in closed form from
-the training answers, so nothing of the run's time goes into learning it by gradient. Letters as in
-:mod:`dspark_train.structures`.
+The vanilla head's logit bias ``W2 W1[previous]`` is a bigram model of rank r. Its best start is known in closed form
+from the training answers, so nothing of the run's time goes into learning it by gradient. The other heads begin as the
+vanilla one: what else they read counts for nothing at first. Letters as in :mod:`dspark_train.structures`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dspark_train.draft.heads import SequentialHead
 
 SMOOTHING = 2.0
 """Pseudo-observations of the unigram distribution behind every previous token."""
+_STRAIGHT = 0.5
+"""Largest argument of the recurrent head's last tanh, which changes it by a twelfth."""
 
 
 @torch.no_grad()
@@ -24,7 +26,7 @@ def start_from_bigrams(head: SequentialHead, previous: Tensor, following: Tensor
     ratios of bigram to unigram probabilities, rows weighted by the square root of their counts.
 
     Args:
-        head: a vanilla head, changed in place; previous tokens that were never seen fall back to the unigrams.
+        head: changed in place; previous tokens that were never seen fall back to the unigrams.
         previous: ``[pairs]`` int64 target ids.
         following: ``[pairs]`` int64 draft ids (indices into the draft's vocabulary).
 
@@ -55,7 +57,11 @@ def start_from_bigrams(head: SequentialHead, previous: Tensor, following: Tensor
 
 
 def set_factors(head: SequentialHead, w1: Tensor, w2: Tensor, seen: Tensor) -> None:
-    """Set both factors; each rank of both gets the same size, so that an optimiser treats them alike.
+    """Set both factors, so that the head's bias is ``W2 W1[previous]``.
+
+    Each rank of both gets the same size, so that an optimiser treats them alike. A gate begins half open for every
+    input; the recurrent head's output begins as the embedding alone, small enough for its tanh, while its state
+    develops as initialised and is not read yet.
 
     Args:
         head: changed in place.
@@ -64,5 +70,18 @@ def set_factors(head: SequentialHead, w1: Tensor, w2: Tensor, seen: Tensor) -> N
         seen: rows of ``w1`` whose size counts.
     """
     size = (seen.square().mean(0) / w2.square().mean(0).clamp(min=1e-12)).clamp(min=1e-12).pow(0.25)
-    head.markov_w1.weight.copy_(w1 / size)
-    head.markov_w2.weight.copy_(w2 * size)
+    w1, w2 = w1 / size, w2 * size
+    if head.kind == "gated":
+        head.gate_proj.weight.zero_()
+        head.gate_proj.bias.zero_()
+        w1, w2 = w1 * 2**0.5, w2 * 2**0.5
+    elif head.kind == "rnn":
+        scale = _STRAIGHT / (seen / size).abs().amax(0).clamp(min=1e-12)
+        rank = head.rank
+        output = head.joint_proj.weight[2 * rank :]
+        output.zero_()
+        output[:, rank : 2 * rank] = scale.diag()
+        head.joint_proj.bias[2 * rank :] = 0.0
+        w2 = w2 / scale
+    head.markov_w1.weight.copy_(w1)
+    head.markov_w2.weight.copy_(w2)

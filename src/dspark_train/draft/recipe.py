@@ -28,8 +28,8 @@ class DraftRecipe:
         intermediate_size: width of the feed-forward networks. Left out: the target's.
         num_key_value_heads: heads of keys and values; more let a slot read more of the context. Left out: the target's.
         init: ``random``; ``target_layers``: start the backbone's layers from copies of the target's own; or ``linear``:
-            start backbone and vanilla head from a linear prediction fitted to the training answers (for short runs).
-        head_start: start of a vanilla head: ``random``, or ``bigrams``: the token pairs of the training answers.
+            start backbone and head from a linear prediction fitted to the training answers (for short runs).
+        head_start: start of the sequential head: ``random``, or ``bigrams``: the token pairs of the training answers.
         norm_init: initial weight of the final norm; a small one makes the first logits near uniform.
     """
 
@@ -132,10 +132,10 @@ def build_config(
         config.markov_head_type = recipe.head
     if recipe.vocab_size is not None and recipe.vocab_coverage is not None:
         raise UserError("draft.vocab_size and draft.vocab_coverage exclude each other: give one")
-    if recipe.head_start == "bigrams" and recipe.head != "vanilla":
-        raise UserError(f"draft.head_start bigrams is a start of the vanilla head, not of {recipe.head}")
+    if recipe.head_start == "bigrams" and recipe.head == "none":
+        raise UserError("draft.head_start bigrams is a start of a sequential head, and draft.head is none")
     if recipe.head_start == "bigrams" and recipe.init == "linear":
-        raise UserError("draft.init linear sets the vanilla head too: leave draft.head_start random")
+        raise UserError("draft.init linear sets the head too: leave draft.head_start random")
     if recipe.vocab_coverage is not None and not 0 < recipe.vocab_coverage <= 1:
         raise UserError(f"draft.vocab_coverage {recipe.vocab_coverage} must lie in (0, 1]")
     config.check()
