@@ -17,7 +17,7 @@ from dspark_train.errors import UserError
 from dspark_train.structures import TargetStates, TokenBatch
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training import cache_builder
-from dspark_train.training.cache_builder import CacheBuilder, CacheFeatures
+from dspark_train.training.cache_builder import LENGTH_STEP, CacheBuilder, CacheFeatures
 from dspark_train.training.feature_cache import (
     MANIFEST,
     FeatureCache,
@@ -43,7 +43,7 @@ def build(folder: Path, target: Any = None, **options: Any) -> FeatureCache:
 def fresh_states(tokens: TokenBatch) -> TargetStates:
     """What the target says now, of sequences padded as the cache pads them."""
     length = tokens.input_ids.shape[1]
-    states = tiny.tiny_target().states(torch.nn.functional.pad(tokens.input_ids, (0, -length % 8)))
+    states = tiny.tiny_target().states(torch.nn.functional.pad(tokens.input_ids, (0, -length % LENGTH_STEP)))
     return TargetStates(states.features[:, :length], states.last_hidden[:, :length])
 
 

@@ -35,7 +35,10 @@ from dspark_train.training.feature_cache import (
     estimate_cache,
     identity_of,
 )
-from dspark_train.training.objective import target_logsumexp
+from dspark_train.training.objective import round_up, target_logsumexp
+
+LENGTH_STEP = 8
+"""Multiple that a pass is padded to: few different lengths, since a CPU's library compiles kernels for each."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +176,15 @@ class CacheBuilder:
         """Group samples of similar length into passes of at most ``batch_tokens`` padded tokens."""
         batches: list[list[_Sample]] = []
         for sample in sorted(samples, key=lambda sample: -len(sample.ids)):
-            if not batches or (len(batches[-1]) + 1) * _padded(len(batches[-1][0].ids)) > self.batch_tokens:
+            length = round_up(len(batches[-1][0].ids), LENGTH_STEP) if batches else 0
+            if not batches or (len(batches[-1]) + 1) * length > self.batch_tokens:
                 batches.append([])
             batches[-1].append(sample)
         return batches
 
     def _run(self, batch: list[_Sample]) -> list[dict[str, Tensor]]:
         """States of a few samples, on the CPU."""
-        longest = _padded(len(batch[0].ids))
+        longest = round_up(len(batch[0].ids), LENGTH_STEP)
         ids = torch.zeros(len(batch), longest, dtype=torch.int64)
         wanted = torch.zeros(len(batch), longest, dtype=torch.bool)
         for row, sample in enumerate(batch):
@@ -298,11 +302,6 @@ class CacheFeatures(Callback):
         module.outside.pop("feature_cache", None)
         if not self.keep and trainer.is_global_zero:
             shutil.rmtree(self.folder)
-
-
-def _padded(length: int) -> int:
-    """Padded length of a pass: few different ones, since a CPU's library compiles kernels for each."""
-    return -(-length // 8) * 8
 
 
 def _content_digest(digests: list[int]) -> str:

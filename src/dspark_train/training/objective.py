@@ -187,11 +187,11 @@ def target_logsumexp(
     tile = _tile(chunk, target_hidden.device)
     target_hidden = _whole_tiles(target_hidden, tile)
     with torch.autocast(target_hidden.device.type, enabled=False):
-        logits = target_hidden.new_empty(_up(min(chunk, positions), tile), vocabulary)
+        logits = target_hidden.new_empty(round_up(min(chunk, positions), tile), vocabulary)
         wide = target_hidden.new_empty(min(inner, positions), vocabulary, dtype=accurate)
         for start in range(0, positions, chunk):
             part = range(start, min(start + chunk, positions))
-            whole = _up(len(part), tile)
+            whole = round_up(len(part), tile)
             torch.mm(target_hidden[start : start + whole], target_head.T, out=logits[:whole])
             for low in range(0, len(part), inner):
                 block = logits[low : min(low + inner, len(part))]
@@ -224,8 +224,9 @@ def _tile(chunk: int, device: torch.device) -> int:
     return max(16, 2 ** (chunk.bit_length() - 4)) if device.type == "cpu" else 1
 
 
-def _up(count: int, tile: int) -> int:
-    return -(-count // tile) * tile
+def round_up(count: int, step: int) -> int:
+    """``count``, rounded up to a multiple of ``step``."""
+    return -(-count // step) * step
 
 
 def _whole_tiles(rows: Tensor, tile: int) -> Tensor:
@@ -337,15 +338,15 @@ def _sweep(
             grad_w2 = torch.zeros_like(project, dtype=settings.accurate)
     first = inputs.first_position
     most = max(first[min(start + chunk, rows) - 1] - first[start] + 1 for start in range(0, rows, chunk))
-    draft_buffer = states.new_empty(_up(chunk, tile), vocabulary)
-    target_buffer = states.new_empty(_up(most, tile), vocabulary)
+    draft_buffer = states.new_empty(round_up(chunk, tile), vocabulary)
+    target_buffer = states.new_empty(round_up(most, tile), vocabulary)
     slope_buffer = None if settings.softcap is None else torch.empty_like(draft_buffer)
     work = RowKernel(chunk, vocabulary, settings, states.device)
     for start in range(0, rows, chunk):
         real = slice(start, min(start + chunk, rows))
-        part = slice(start, start + _up(real.stop - start, tile))
+        part = slice(start, start + round_up(real.stop - start, tile))
         low, high = first[real.start], first[real.stop - 1] + 1
-        high = low + _up(high - low, tile)
+        high = low + round_up(high - low, tile)
         logits = torch.mm(states[part], inputs.head.T, out=draft_buffer[: part.stop - start])
         slope = None if slope_buffer is None else slope_buffer[: len(logits)]
         if slope is not None and settings.softcap is not None:
