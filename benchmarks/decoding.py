@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from dspark_train.decoding.policies import causal_lengths
-from dspark_train.decoding.profile import time_rounds
+from dspark_train.decoding.profile import RoundCost, time_rounds
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config
 from dspark_train.target.config import TargetConfig
@@ -28,10 +28,11 @@ from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.run import environment, load_run
 
 PARTS = ("draft", "head", "schedule", "verify", "target_head", "sampling", "bookkeeping")
+TURNS = 5
 
 
-def milliseconds(call: Callable[[], object], repetitions: int) -> float:
-    """Median over repetitions, after two untimed ones."""
+def milliseconds(call: Callable[[], object], repetitions: int) -> list[float]:
+    """Of each repetition, after two untimed ones."""
     samples = []
     for index in range(repetitions + 2):
         started = time.perf_counter()
@@ -39,8 +40,8 @@ def milliseconds(call: Callable[[], object], repetitions: int) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if index >= 2:
-            samples.append(time.perf_counter() - started)
-    return 1000 * statistics.median(samples)
+            samples.append(1000 * (time.perf_counter() - started))
+    return samples
 
 
 def random_draft(target: FrozenTarget, vocabulary: int) -> DSparkDraft:
@@ -57,7 +58,6 @@ def random_draft(target: FrozenTarget, vocabulary: int) -> DSparkDraft:
     return draft.to(target.dtype).eval()
 
 
-@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -72,12 +72,19 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the tables there as well")
     options = parser.parse_args()
 
+    # outside inference mode: weights made inside it could change unnoticed, and are not packed
     if options.run:
         opened = load_run(options.run, options.dtype)
         target, draft = opened.target, opened.draft
     else:
         target = FrozenTarget.load(TargetConfig(name_or_path=options.target, dtype=options.dtype))
         draft = random_draft(target, options.vocabulary)
+    with torch.inference_mode():
+        measure(target, draft, options)
+
+
+def measure(target: FrozenTarget, draft: DSparkDraft, options: argparse.Namespace) -> None:
+    """Time every shape, print the table and write it."""
     slots = draft.config.block_size
     about = environment()
     lines = [
@@ -93,31 +100,39 @@ def main() -> None:
         "| requests | rows | " + " | ".join(PARTS) + " | round | bare | bare head |",
         "|" + "--:|" * (5 + len(PARTS)),
     ]
-    for requests in options.requests:
-        for drafted, length in [(None, 0), *((draft, k) for k in sorted({1, 3, slots}))]:
-            cost = time_rounds(
+    shapes = [
+        (requests, length) for requests in options.requests for length in (None, *sorted({1, 3, slots}))
+    ]
+    rounds = {shape: RoundCost() for shape in shapes}
+    bare: dict[tuple[int, int | None], list[float]] = {shape: [] for shape in shapes}
+    heads: dict[tuple[int, int | None], list[float]] = {shape: [] for shape in shapes}
+    for _ in range(TURNS):  # in turns, so that no shape has the machine's slow minutes to itself
+        for requests, length in shapes:
+            shape = requests, length
+            time_rounds(
                 target,
-                drafted,
+                None if length is None else draft,
                 requests=requests,
-                length=length,
+                length=length or 0,
                 context=options.context,
-                repetitions=options.repetitions,
+                repetitions=-(-options.repetitions // TURNS),
+                found=rounds[shape],
             )
-            rows = requests * (length + 1)
+            rows = requests * ((length or 0) + 1)
             ids = torch.arange(rows, device=target.device)[None] % target.vocab_size
-            bare = milliseconds(
-                lambda ids=ids: target.decoder(input_ids=ids, use_cache=False), options.repetitions
-            )
             hidden = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
-            head = milliseconds(lambda hidden=hidden: target.lm_head(hidden), options.repetitions)
-            parts = [1000 * cost.parts[part] for part in PARTS]
-            cells = [*parts, sum(parts), bare, head]
-            kind = "plain" if drafted is None else f"{rows}"
-            lines.append(f"| {requests} | {kind} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
-            print(lines[-1], flush=True)
+            count = len(rounds[shape].target) - len(bare[shape])
+            bare[shape] += milliseconds(lambda ids=ids: target.decoder(input_ids=ids, use_cache=False), count)
+            heads[shape] += milliseconds(lambda hidden=hidden: target.lm_head(hidden), count)
+    for requests, length in shapes:
+        shape = requests, length
+        parts = [1000 * rounds[shape].parts[part] for part in PARTS]
+        cells = [*parts, sum(parts), statistics.median(bare[shape]), statistics.median(heads[shape])]
+        kind = "plain" if length is None else f"{requests * (length + 1)}"
+        lines.append(f"| {requests} | {kind} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
     survival = torch.rand(512, 16).cumprod(1)
     curve = 1 / (1 + 0.001 * torch.arange(512 * 17 + 1, dtype=torch.float64))
-    scheduler = milliseconds(lambda: causal_lengths(survival, curve), 50)
+    scheduler = statistics.median(milliseconds(lambda: causal_lengths(survival, curve), 50))
     lines += ["", f"Scheduling 512 requests × 16 draft tokens (CPU): {scheduler:.2f} ms."]
     print("\n".join(lines))
     if options.markdown:

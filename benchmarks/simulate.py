@@ -1,28 +1,33 @@
 """Check the load simulation against the real decoder: same prompts, same policies, same machine.
 
-Decodes held-out prompts of a run with each policy at each batch size, predicts the same from the rounds of the
-whole-block run and the costs measured just before and after (a shared machine's speed drifts within minutes), and
-prints both. Prompts' passes are left out on both sides.
+All policies decode held-out prompts of a run side by side, a few rounds of each in turn, and the points of the cost
+table are timed in the same turns: a shared machine's speed drifts within minutes, and both sides are to see the same
+of it. The rounds of the whole-block policy, and the mean costs of the turns in which a policy decoded, then predict
+what that policy did. Prompts' passes are left out on both sides.
 
     python benchmarks/simulate.py checkpoints/quickstart --markdown benchmarks/simulate.md
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Literal
 
 import jsonargparse
+import torch
 
 from dspark_train.decoding.cost import CostTable
-from dspark_train.decoding.decoder import GenerationResult, generate
+from dspark_train.decoding.decoder import Decoder
 from dspark_train.decoding.measure import interleave
 from dspark_train.decoding.policies import FixedLength
-from dspark_train.decoding.profile import measure_costs
+from dspark_train.decoding.profile import CostProfiler
 from dspark_train.decoding.simulate import NamedPolicy, simulate_queue, standard_policies
 from dspark_train.decoding.study_commands import run_temperatures
+from dspark_train.structures import DecodingTrace
 from dspark_train.training.run import Run, environment, load_run
 
 
@@ -45,40 +50,121 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def decode(opened: Run, prompts: list[tuple[int, ...]], named: NamedPolicy, batch_size: int, limit: int,
-           temperatures: list[float] | None) -> GenerationResult:  # fmt: skip
-    """Decode greedily with one policy."""
-    return generate(
-        opened.target,
-        None if named.policy is None else opened.draft,
-        prompts,
-        max_new_tokens=limit,
-        policy=named.policy,
-        batch_size=batch_size,
-        temperatures=None if named.policy is None else temperatures,
-    )
+class Decoding:
+    """One policy's decoding of all prompts, greedily, a few rounds at a time."""
+
+    def __init__(
+        self,
+        opened: Run,
+        named: NamedPolicy,
+        prompts: list[tuple[int, ...]],
+        batch_size: int,
+        limit: int,
+        temperatures: list[float] | None,
+    ) -> None:
+        self.named, self.batch_size, self.temperatures = named, batch_size, temperatures
+        plain = named.policy is None
+        decoder = Decoder(
+            opened.target,
+            None if plain else opened.draft,
+            named.policy,
+            temperatures=None if plain else temperatures,
+        )
+        self.requests = decoder.requests(prompts, limit, None)
+        self.waiting = deque(self.requests)
+        self.run = decoder.start(batch_size, max(len(ids) for ids in prompts) + limit, seed=0)
+        self.seconds = 0.0
+        self.turns = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting or self.run.active)
+
+    def advance(self, rounds: int) -> None:
+        """Decode so many rounds, or to the end. (Rounds and not seconds: as many in slow turns as in fast ones.)"""
+        with self.run:
+            prompts, started = self.run.watch.read().get("prefill", 0.0), time.perf_counter()
+            for _ in range(rounds):
+                if not self.run.step(self.waiting):
+                    break
+            spent = time.perf_counter() - started
+            self.seconds += spent - (self.run.watch.read().get("prefill", 0.0) - prompts)
+        self.turns += 1
+
+    def trace(self) -> DecodingTrace:
+        """Rounds so far."""
+        return self.run.rounds.trace(0.0, ())
+
+    def row(self, recorded: DecodingTrace, costs: CostTable) -> Row:
+        """Throughput beside what the recorded rounds of whole blocks and these costs predict."""
+        made = sum(
+            len(request.tokens) - 1 for request in self.requests
+        )  # a first token is its prompt's pass's
+        tokens, seconds, rounds = simulate_queue(
+            recorded, costs, self.named.policy, self.batch_size, temperatures=self.temperatures
+        )
+        return Row(
+            policy=self.named.name,
+            batch_size=self.batch_size,
+            measured=made / self.seconds,
+            predicted=tokens / seconds,
+            tokens_per_round=made / len(self.trace().request),
+            predicted_tokens_per_round=tokens / rounds,
+        )
 
 
-def costs_now(opened: Run, batch_size: int, repetitions: int) -> CostTable:
-    """Costs of rounds with this many requests, as the machine is at this moment."""
-    return measure_costs(
+@torch.inference_mode()
+def compare(
+    opened: Run,
+    prompts: list[tuple[int, ...]],
+    batch_size: int,
+    limit: int,
+    threshold: float,
+    temperatures: list[float] | None,
+    turn: int,
+    label: str,
+) -> list[Row]:
+    """Decode with every policy in turns, and predict it."""
+    block_size = opened.draft.config.block_size
+    # attention reads as far as the longest of the requests at once
+    together = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+    longest = fmean(max(map(len, batch)) for batch in together)
+    profiler = CostProfiler(
         opened.target,
         opened.draft,
-        max_rows=batch_size * (opened.draft.config.block_size + 1),
-        requests=(batch_size,),
-        context=128,
-        repetitions=repetitions,
+        max_rows=batch_size * (block_size + 1),
+        requests=[count for count in (1, 2, 4, 8, 16, 32, 64) if count < batch_size] + [batch_size],
+        context=round(longest + limit / 2),
     )
+    profiler.sweep(4)
+    believed = profiler.table().monotone()
+    decodings = [
+        Decoding(opened, named, prompts, batch_size, limit, temperatures)
+        for named in standard_policies(believed, block_size, threshold)
+    ]
+    profiler.reset()
+    costs: dict[int, CostTable] = {}
+    turns = 0
+    while going := [decoding for decoding in decodings if decoding.unfinished]:
+        for decoding in going:
+            decoding.advance(turn)
+        profiler.sweep(2, warm_up=1)
+        turns += 1
+        if any(not decoding.unfinished for decoding in going):
+            costs[turns] = profiler.table(fmean)
+        print(f"\r{label}: turn {turns}, {len(going)} policies left ", end="", flush=True)
+    print("\r", end="")
+    whole = next(one for one in decodings if one.named.policy == FixedLength())
+    return [decoding.row(whole.trace(), costs[decoding.turns]) for decoding in decodings]
 
 
 def main(
     run: Path,
     batch_sizes: tuple[int, ...] = (1, 4, 16),
-    prompts_per_slot: int = 2,
+    prompts: int = 16,
     max_new_tokens: int = 64,
-    repetitions: int = 3,
-    cost_repetitions: int = 8,
     threshold: float = 0.5,
+    turn: int = 6,
     dtype: Literal["auto", "bfloat16", "float32"] | None = None,
     markdown: Path | None = None,
 ) -> None:
@@ -87,55 +173,27 @@ def main(
     Args:
         run: folder of a finished run.
         batch_sizes: requests at once.
-        prompts_per_slot: prompts decoded, for each of the requests at once.
+        prompts: prompts decoded at each batch size; at least three for each of the requests at once.
         max_new_tokens: longest answer, in tokens.
-        repetitions: of each measurement, each between two measurements of the costs; the median counts.
-        cost_repetitions: rounds timed at each point of a cost table.
         threshold: of the threshold policy.
+        turn: rounds that a policy decodes until the next one has its turn.
         dtype: of target and draft; left out: the run's.
         markdown: file for the table; left out: none.
     """
     opened = load_run(run, dtype)
-    block_size = opened.draft.config.block_size
-    temperatures = run_temperatures(run, 0.0, block_size)
+    temperatures = run_temperatures(run, 0.0, opened.draft.config.block_size)
     every = [prompt.ids for prompt in interleave(opened.data.prompts("heldout"))]
     rows: list[Row] = []
     for batch_size in batch_sizes:
-        prompts = [every[index % len(every)] for index in range(prompts_per_slot * batch_size)]
-        decode(
-            opened, prompts[:batch_size], NamedPolicy("warm-up", FixedLength()), batch_size, 8, temperatures
-        )
-        recorded = decode(
-            opened, prompts, NamedPolicy("record", FixedLength()), batch_size, max_new_tokens, temperatures
-        ).trace
-        table = costs_now(opened, batch_size, cost_repetitions)
-        found: dict[str, list[Row]] = {}
-        for _ in range(repetitions):
-            for named in standard_policies(table, block_size, threshold):
-                result = decode(opened, prompts, named, batch_size, max_new_tokens, temperatures)
-                before, table = table, costs_now(opened, batch_size, cost_repetitions)
-                simulated = [
-                    simulate_queue(recorded, costs, named.policy, batch_size, temperatures=temperatures)
-                    for costs in (before, table)
-                ]
-                made = result.timings.tokens - len(prompts)  # the first token is the prompt's pass's
-                tokens, _, rounds = simulated[0]
-                row = Row(
-                    policy=named.name,
-                    batch_size=batch_size,
-                    measured=made / result.timings.decoding,
-                    predicted=tokens / mean(seconds for _, seconds, _ in simulated),
-                    tokens_per_round=made / (len(result.trace.request) or made),
-                    predicted_tokens_per_round=tokens / rounds,
-                )
-                found.setdefault(named.name, []).append(row)
-        for tried in found.values():
-            rows.append(median_row(tried))
-            print(line(rows[-1]), flush=True)
+        chosen = [every[index % len(every)] for index in range(max(prompts, 3 * batch_size))]
+        label = f"R={batch_size}"
+        found = compare(opened, chosen, batch_size, max_new_tokens, threshold, temperatures, turn, label)
+        rows += found
+        print(*map(line, found), sep="\n", flush=True)
     inside = sum(abs(row.gap) <= 0.1 for row in rows)
     summary = (
         f"{inside} of {len(rows)} within 10 %, largest gap {max(abs(row.gap) for row in rows):.1%}, "
-        f"mean gap {mean(abs(row.gap) for row in rows):.1%}."
+        f"mean gap {fmean(abs(row.gap) for row in rows):.1%}."
     )
     print(summary)
     if markdown is not None:
@@ -143,8 +201,8 @@ def main(
         lines = [
             "# Simulated against measured throughput",
             "",
-            f"`python benchmarks/simulate.py {run}`: {prompts_per_slot} prompts a slot × {max_new_tokens} tokens, "
-            f"greedy, {kind}, median of {repetitions} repetitions, each simulated from the costs before and after; "
+            f"`python benchmarks/simulate.py {run}`: {prompts} prompts, or three for each request at once, × "
+            f"{max_new_tokens} tokens, greedy, {kind}; policies and costs timed in turns of {turn} rounds; "
             f"{about['machine']}, torch {about['versions']['torch']}, commit {about['commit']}.",
             "",
             "| requests | policy | measured tokens/s | simulated | gap | tokens a round, measured | simulated |",
@@ -158,11 +216,6 @@ def main(
             summary,
         ]
         markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def median_row(rows: list[Row]) -> Row:
-    """The repetition whose gap is the middle one."""
-    return sorted(rows, key=lambda row: row.gap)[len(rows) // 2]
 
 
 def line(row: Row) -> str:

@@ -67,6 +67,18 @@ def test_rounds_per_second_pays_draft_and_overhead():
     assert table().steps_per_second(8)[8] == pytest.approx(1 / 3)
 
 
+def test_a_draft_that_draws_less_costs_less():
+    """Between one token and the whole block the walk of the head is linear."""
+    two = torch.tensor([2])
+    costs = table(rows_per_request=5, short_draft_seconds_median=(0.1, 0.15, 0.3), **PARTS)
+    read = [float(costs.draft_seconds(two, depth)) for depth in (0, 1, 2, 3, 4, None)]
+    assert read == pytest.approx([0, 0.15, 0.2, 0.25, 0.3, 0.3])
+    unmeasured = table(rows_per_request=5, **PARTS)
+    assert (
+        float(unmeasured.draft_seconds(two, 1)) == float(unmeasured.draft_seconds(two)) == pytest.approx(0.3)
+    )
+
+
 def test_falls_are_found_only_beyond_the_spread():
     assert table((1, 2, 4), (1.0, 2.0, 1.0)).falls() == [(2, 4)]
     assert table((1, 2, 4), (1.0, 2.0, 1.9)).falls() == []

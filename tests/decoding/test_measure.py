@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from dspark_train.decoding.measure import (
     pieces,
     to_json,
 )
-from dspark_train.decoding.profile import measure_costs, time_rounds
+from dspark_train.decoding.profile import CostProfiler, RoundCost, measure_costs, time_rounds
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.timing import Timings
 from dspark_train.errors import UserError
@@ -121,6 +122,34 @@ def test_costs_of_a_tiny_pair(tmp_path: Path) -> None:
     table.save(tmp_path / "table.json")
     with pytest.raises(UserError, match="do not fit"):
         measure_costs(target, None, max_rows=1, context=250, repetitions=20)
+
+
+def test_every_part_of_a_round_counts_once() -> None:
+    cost = RoundCost()
+    parts = ("prefill", "draft", "head", "schedule", "verify", "target_head", "sampling", "bookkeeping")
+    cost.add({part: float(2**index) for index, part in enumerate(parts)})
+    assert cost.draft == [2 + 4]
+    assert cost.target == [16 + 32 + 64]
+    assert cost.overhead == [1 + 8 + 128]
+
+
+def test_sweeps_add_up_and_means_count_what_is_rare() -> None:
+    target = tiny_target()
+    profiler = CostProfiler(target, tiny_draft(target), max_rows=4, requests=(2,), context=8)
+    profiler.sweep(2, warm_up=0)
+    profiler.sweep(1, warm_up=0)
+    shapes = profiler._found
+    assert {len(found.target) for found in shapes.values()} == {3}
+    for found in shapes.values():
+        found.target[:] = [1.0, 1.0, 7.0]
+    assert set(profiler.table().seconds_median) == {1.0}
+    assert set(profiler.table(fmean).seconds_median) == {3.0}
+    for found in shapes.values():
+        found.target[:] = [1.0] * 30 + [61.0]
+    means = profiler.table(fmean)  # above their own 90 % quantile
+    assert means.seconds_p90 == means.seconds_median
+    profiler.reset()
+    assert not any(found.samples for found in shapes.values())
 
 
 def test_rounds_are_timed_at_the_rows_asked_for() -> None:

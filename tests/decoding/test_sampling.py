@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark_train.decoding.sampling import SamplingRule, draw, verify_greedy, verify_sampled, widen
+from dspark_train.decoding.sampling import (
+    SamplingRule,
+    best_token,
+    draw,
+    verify_greedy,
+    verify_sampled,
+    widen,
+)
 from dspark_train.errors import UserError
 
 
@@ -30,6 +37,24 @@ def plain_probabilities(logits: list[float], rule: SamplingRule) -> list[float]:
         reached += float(weights[i])
     total = sum(float(weights[i]) for i in nucleus)
     return [float(weights[i]) / total if i in nucleus else 0.0 for i in range(len(values))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocabulary=st.sampled_from([1, 7, 128, 130, 256, 640]),
+    rows=st.integers(1, 5),
+    spread=st.sampled_from([1, 3, 1000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_best_token_is_the_first_of_the_largest(
+    vocabulary: int, rows: int, spread: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-spread, spread, (rows, 2, vocabulary), generator=generator).to(dtype)
+    expected = [[line.index(max(line)) for line in pair] for pair in logits.tolist()]
+    assert best_token(logits).tolist() == expected
+    assert best_token(logits[:, 0]).tolist() == [pair[0] for pair in expected]  # rows that lie apart
 
 
 @settings(max_examples=60, deadline=None)

@@ -94,6 +94,16 @@ def test_zero_verified_tokens_are_plain_decoding_without_a_draft_to_pay():
     assert plain[1] == pytest.approx(nothing[1])
 
 
+def test_only_drawn_tokens_are_paid():
+    """A policy that verifies one token stops the head's walk after it, and the draft does not run for none."""
+    curves = {"draft_seconds_median": (0.02,), "short_draft_seconds_median": (0.01,)}
+    costs = linear(requests=(1,), rows_per_request=GAMMA + 1, **curves)
+    for length, draft in ((0, 0.0), (1, 0.01), (GAMMA, 0.02)):
+        _, seconds, rounds = simulate_queue(record(requests=1), costs, FixedLength(length), 1)
+        rows = float(costs.seconds(torch.tensor(length + 1)))
+        assert seconds == pytest.approx(rounds * (rows + draft), rel=0.02)  # a last round may verify less
+
+
 def test_a_queue_by_hand():
     """Two requests, one at a time and both at once: whole blocks, so the steps are the recorded rounds."""
     trace = record(requests=2, rounds=10)

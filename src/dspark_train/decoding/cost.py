@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dspark_train.errors import UserError
 
-CURVES = ("single_row_seconds_median", "draft_seconds_median", "round_overhead_seconds_median",
-          "step_overhead_seconds_median")  # fmt: skip
+CURVES = ("single_row_seconds_median", "draft_seconds_median", "short_draft_seconds_median",
+          "round_overhead_seconds_median", "step_overhead_seconds_median")  # fmt: skip
 """Optional curves over ``requests``."""
 
 
@@ -41,7 +41,7 @@ class CostTable:
     rows: tuple[int, ...]
     """Rows of a target pass, strictly increasing, from 1."""
     seconds_median: tuple[float, ...]
-    """Seconds of a target pass of so many rows, LM head included: median over repetitions."""
+    """Seconds of a target pass of so many rows, LM head and sampling included: median over repetitions."""
     seconds_p10: tuple[float, ...]
     """Its 10 % quantile."""
     seconds_p90: tuple[float, ...]
@@ -54,10 +54,12 @@ class CostTable:
     """Seconds of a target pass with one row per request."""
     draft_seconds_median: tuple[float, ...] = ()
     """Seconds of the draft's part of a round: parallel pass, sequential head, sampling, confidences."""
+    short_draft_seconds_median: tuple[float, ...] = ()
+    """The same where the sequential head stops after the first token, as for a policy that verifies one."""
     round_overhead_seconds_median: tuple[float, ...] = ()
-    """Seconds of the rest of a speculative round: schedule, acceptance, cache upkeep, bookkeeping."""
+    """Seconds of the rest of a speculative round: schedule, cache upkeep, bookkeeping."""
     step_overhead_seconds_median: tuple[float, ...] = ()
-    """Seconds of the rest of a plain-decoding step: sampling and bookkeeping."""
+    """Seconds of the rest of a plain-decoding step: bookkeeping."""
     machine: str = ""
     """Device and threads of the measurement, for the reader."""
 
@@ -84,14 +86,11 @@ class CostTable:
                 f"{self.rows_per_request}"
             )
 
-    # ------------------------------------------------------------------------------------------ reading the c
-
     def seconds(self, rows: Tensor) -> Tensor:
         """Seconds of a target pass of ``rows`` rows, in the measured layout.
 
         Args:
-            rows: Any shape, ≥ 0; 0 rows cost nothing. Between measured points linear; past the last one the
-            last
+            rows: Any shape, ≥ 0; 0 rows cost nothing. Between measured points linear; past the last one the last
                 segment goes on (see :attr:`max_rows`).
 
         Returns:
@@ -131,9 +130,21 @@ class CostTable:
             return self.seconds(requests)
         return _interpolate(requests, self.requests, self.single_row_seconds_median)
 
-    def draft_seconds(self, requests: Tensor) -> Tensor:
-        """Seconds of the draft's part of a round (any shape), float64; 0 if unmeasured."""
-        return self._optional(requests, self.draft_seconds_median)
+    def draft_seconds(self, requests: Tensor, depth: int | None = None) -> Tensor:
+        """Seconds of the draft's part of a round (any shape), float64; 0 if unmeasured.
+
+        Args:
+            requests: Any shape.
+            depth: Tokens that the sequential head draws, 0 to γ; None is γ. For 0 the draft does not run.
+        """
+        if depth == 0:
+            return torch.zeros(requests.shape, dtype=torch.float64)
+        whole = self._optional(requests, self.draft_seconds_median)
+        block_size = self.rows_per_request - 1
+        if depth is None or depth >= block_size or not self.short_draft_seconds_median:
+            return whole
+        short = self._optional(requests, self.short_draft_seconds_median)
+        return short + (whole - short) * (depth - 1) / (block_size - 1)
 
     def round_overhead_seconds(self, requests: Tensor) -> Tensor:
         """Seconds of the rest of a speculative round (any shape), float64; 0 if unmeasured."""
@@ -175,8 +186,6 @@ class CostTable:
         fixed = self.draft_seconds(count) + self.round_overhead_seconds(count)
         return 1 / (fixed + self.verify_seconds(rows, count))
 
-    # ------------------------------------------------------------------------------------------------ monoton
-
     def falls(self) -> list[tuple[int, int]]:
         """Pairs of neighbouring measured rows where more rows cost clearly less.
 
@@ -196,8 +205,6 @@ class CostTable:
             smooth[name] = tuple(map(bound, moved, smooth["seconds_median"]))
         return dataclasses.replace(self, **smooth)  # type: ignore[arg-type]
 
-    # -------------------------------------------------------------------------------------------------------
-
     def save(self, path: str | Path) -> None:
         """Write the table as JSON; curves that were not measured are left out."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -209,8 +216,7 @@ class CostTable:
         """Read what :meth:`save` wrote.
 
         Raises:
-            UserError: the file is missing, is not JSON, lacks or has unknown keys, or holds impossible
-            values.
+            UserError: the file is missing, is not JSON, lacks or has unknown keys, or holds impossible values.
         """
         path = Path(path)
         if not path.is_file():

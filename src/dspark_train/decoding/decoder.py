@@ -27,7 +27,7 @@ from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.policies import FixedLength, Policy
 from dspark_train.decoding.programs import Programs
 from dspark_train.decoding.requests import Request, RoundLog, stop_sets, take
-from dspark_train.decoding.sampling import SamplingRule, draw, verify_greedy, verify_sampled
+from dspark_train.decoding.sampling import SamplingRule, best_token, draw, verify_greedy, verify_sampled
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.decoding.timing import Stopwatch, Timings
 from dspark_train.draft.model import DSparkDraft
@@ -197,13 +197,8 @@ class Decoder:
         started = time.perf_counter()
         with run:
             waiting = deque(requests)
-            while waiting or run.active:
-                while waiting and len(run.active) < slots:
-                    run.join(take(waiting, slots - len(run.active)))
-                    run.leave()
-                if run.active:
-                    run.round()
-                    run.leave()
+            while run.step(waiting):
+                pass
         timings = run.timings
         timings.parts = run.watch.read()
         timings.total = time.perf_counter() - started
@@ -220,7 +215,7 @@ class ActiveRun:
     """One run of a decoder: caches, active requests, rounds. A context manager; it runs only while entered."""
 
     def __init__(self, decoder: Decoder, slots: int, length: int, seed: int) -> None:
-        self.decoder, self.rule = decoder, decoder.rule
+        self.decoder, self.rule, self.slots = decoder, decoder.rule, slots
         self.device = decoder.target.device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.programs = Programs(slots, self.device, self.generator) if decoder.graphs else None
@@ -281,6 +276,20 @@ class ActiveRun:
                     self.draft.cache.move(last, slot, moved.position)
                 self.active[slot] = moved
             self.active.pop()
+
+    def step(self, waiting: deque[Request]) -> bool:
+        """Let waiting requests join where there is room, run a round, and let the finished leave.
+
+        Returns:
+            Whether there is more to do.
+        """
+        while waiting and len(self.active) < self.slots:
+            self.join(take(waiting, self.slots - len(self.active)))
+            self.leave()
+        if self.active:
+            self.round()
+            self.leave()
+        return bool(waiting or self.active)
 
     def round(self) -> None:
         """Advance every active request by one round."""
@@ -382,7 +391,7 @@ class ActiveRun:
                 self.decoder.online.update(proposal.confidence_logits, lengths, torch.tensor(accepted))
 
     def _best(self, logits: Tensor) -> Tensor:
-        return logits.argmax(-1)
+        return best_token(logits)
 
     def _draw(self, probabilities: Tensor) -> Tensor:
         return draw(probabilities, self.generator)

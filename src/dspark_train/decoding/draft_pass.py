@@ -17,7 +17,7 @@ from dspark_train.decoding.cache import RaggedCache, RaggedStep
 from dspark_train.decoding.layout import FixedLayout, RowLayout
 from dspark_train.decoding.packed import packed_linears
 from dspark_train.decoding.programs import Outputs, Programs, compiled, padded_requests
-from dspark_train.decoding.sampling import SamplingRule, draw
+from dspark_train.decoding.sampling import SamplingRule, best_token, draw
 from dspark_train.draft.model import DSparkDraft
 
 _SAME_INPUT = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -149,6 +149,7 @@ class DraftPass:
             generator: source of randomness.
         """
         programs, requests = self._programs, anchors.shape[0]
+        hidden = hidden.contiguous()  # products of rows that lie apart can take 20 times as long on a CPU
         if programs is None:
             return self._walk(hidden, anchors, rule, generator)
 
@@ -176,7 +177,7 @@ class DraftPass:
                 latent, state = head.step(hidden[:, slot], previous, state)
                 logits = logits + draft.bias(latent).to(logits.dtype)
             if rule.greedy:
-                index = logits.argmax(-1)
+                index = best_token(logits)
             else:
                 distribution = rule.probabilities(logits)
                 index = draw(distribution, generator)

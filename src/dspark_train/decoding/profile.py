@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,21 +22,42 @@ from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 
 DRAFT_PARTS = ("draft", "head")
-TARGET_PARTS = ("verify", "target_head")
+TARGET_PARTS = ("verify", "target_head", "sampling")
+"""What grows with the rows of a target pass: drawing or comparing reads every row's logits."""
+SWEEPS = 3
+"""Times that all points of a cost table are gone through: a machine that slows down bends no curve then."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundCost:
     """Seconds of repeated rounds of one shape (lists over repetitions)."""
 
-    target: list[float]
-    """Target's pass and LM head."""
-    draft: list[float]
+    target: list[float] = field(default_factory=list)
+    """Target's pass, LM head and sampling."""
+    draft: list[float] = field(default_factory=list)
     """Draft's context, parallel pass and walk."""
-    overhead: list[float]
+    overhead: list[float] = field(default_factory=list)
     """Everything else."""
-    parts: dict[str, float]
-    """Median of each timed part, and of ``bookkeeping``."""
+    samples: list[dict[str, float]] = field(default_factory=list)
+    """Every timed part, and ``bookkeeping``."""
+
+    def add(self, sample: dict[str, float]) -> None:
+        """Take one more round, as seconds of its parts."""
+        self.samples.append(sample)
+        self.target.append(sum(sample[part] for part in TARGET_PARTS))
+        self.draft.append(sum(sample[part] for part in DRAFT_PARTS))
+        rest = sample.keys() - {*DRAFT_PARTS, *TARGET_PARTS}
+        self.overhead.append(sum(sample[part] for part in rest))
+
+    def clear(self) -> None:
+        """Forget all rounds."""
+        for values in (self.target, self.draft, self.overhead, self.samples):
+            values.clear()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Median of each part."""
+        return {part: statistics.median(sample[part] for sample in self.samples) for part in self.samples[0]}
 
 
 @torch.inference_mode()
@@ -50,6 +70,7 @@ def time_rounds(
     context: int,
     repetitions: int,
     warm_up: int = 2,
+    found: RoundCost | None = None,
 ) -> RoundCost:
     """Time rounds of ``requests`` requests that verify ``length`` draft tokens each.
 
@@ -61,7 +82,12 @@ def time_rounds(
         context: positions before each anchor; grows by what is accepted.
         repetitions: rounds timed.
         warm_up: rounds before that.
+        found: earlier rounds of the same shape, to which these are added.
+
+    Returns:
+        ``found``, or a new one.
     """
+    found = found or RoundCost()
     decoder = Decoder(target, draft, FixedLength(length))
     rounds = repetitions + warm_up
     growth = rounds * (length + 1) + 1
@@ -72,7 +98,6 @@ def time_rounds(
             f"the target's {room}: lower context or repetitions"
         )
     run = decoder.start(requests, context + growth, seed=0)
-    samples: list[dict[str, float]] = []
     with run:
         _fill(run, requests, context, growth)
         before = run.watch.read()
@@ -85,16 +110,8 @@ def time_rounds(
             sample["bookkeeping"] = max(0.0, total - sum(sample.values()))
             before = after
             if index >= warm_up:
-                samples.append(sample)
-    return RoundCost(
-        target=[sum(sample[part] for part in TARGET_PARTS) for sample in samples],
-        draft=[sum(sample[part] for part in DRAFT_PARTS) for sample in samples],
-        overhead=[
-            sum(value for part, value in sample.items() if part not in (*DRAFT_PARTS, *TARGET_PARTS))
-            for sample in samples
-        ],
-        parts={part: statistics.median(sample[part] for sample in samples) for part in samples[0]},
-    )
+                found.add(sample)
+    return found
 
 
 def _fill(run: ActiveRun, requests: int, context: int, growth: int) -> None:
@@ -103,6 +120,90 @@ def _fill(run: ActiveRun, requests: int, context: int, growth: int) -> None:
     prompts = [[(7 * i + r) % vocabulary for i in range(context)] for r in range(requests)]
     for request in run.decoder.requests(prompts, growth, [[] for _ in prompts]):
         run.join([request], known=context - 1)
+
+
+class CostProfiler:
+    """Measures a cost table, a little of every point at a time."""
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        draft: DSparkDraft | None,
+        *,
+        max_rows: int,
+        requests: Sequence[int] = (1,),
+        context: int = 256,
+    ) -> None:
+        """Lay out what is measured; arguments as in :func:`measure_costs`."""
+        if max_rows < 1 or context < 1 or not requests or min(requests) < 1:
+            raise UserError(
+                f"profile: max_rows ({max_rows}), context ({context}) and every number of requests "
+                f"({list(requests)}) must be at least 1"
+            )
+        self.target, self.draft, self.context = target, draft, context
+        self.slots = draft.config.block_size + 1 if draft is not None else 1
+        self.requests = sorted(set(requests) | {1})
+        self._passes = list(_shapes(max_rows, self.slots))
+        shapes = {(count, length if length else None) for count, length in self._passes}
+        shapes |= {(count, None) for count in self.requests}
+        if draft is not None:
+            shapes |= {(count, length) for count in self.requests for length in {1, self.slots - 1}}
+        self._found = {
+            shape: RoundCost() for shape in sorted(shapes, key=lambda shape: (shape[0], shape[1] or 0))
+        }
+
+    def sweep(self, repetitions: int, warm_up: int = 2) -> None:
+        """Time ``repetitions`` more rounds at every point, each after ``warm_up`` others."""
+        for (count, length), found in self._found.items():
+            time_rounds(
+                self.target,
+                None if length is None else self.draft,
+                requests=count,
+                length=length or 0,
+                context=self.context,
+                repetitions=repetitions,
+                warm_up=warm_up,
+                found=found,
+            )
+
+    def reset(self) -> None:
+        """Forget what was found so far."""
+        for found in self._found.values():
+            found.clear()
+
+    def table(self, average: Callable[[list[float]], float] = statistics.median) -> CostTable:
+        """Return what was found so far.
+
+        Args:
+            average: of the repetitions of a point. The median leaves out what a shared machine does now and then;
+                the mean counts it, as throughput does.
+        """
+        passes = [self._found[count, length or None].target for count, length in self._passes]
+        centre = tuple(map(average, passes))
+        plain = [self._found[count, None] for count in self.requests]
+        whole, single = (
+            [] if self.draft is None else [self._found[count, length] for count in self.requests]
+            for length in (self.slots - 1, 1)
+        )
+        return CostTable(
+            context=self.context,
+            rows=tuple(count * (length + 1) for count, length in self._passes),
+            seconds_median=centre,
+            seconds_p10=tuple(
+                min(_quantile(one, 0.1), middle) for one, middle in zip(passes, centre, strict=True)
+            ),
+            seconds_p90=tuple(
+                max(_quantile(one, 0.9), middle) for one, middle in zip(passes, centre, strict=True)
+            ),
+            rows_per_request=self.slots,
+            requests=tuple(self.requests),
+            single_row_seconds_median=tuple(average(cost.target) for cost in plain),
+            draft_seconds_median=tuple(average(cost.draft) for cost in whole),
+            short_draft_seconds_median=tuple(average(cost.draft) for cost in single),
+            round_overhead_seconds_median=tuple(average(cost.overhead) for cost in whole),
+            step_overhead_seconds_median=tuple(average(cost.overhead) for cost in plain),
+            machine=machine(self.target.device),
+        )
 
 
 def measure_costs(
@@ -122,42 +223,18 @@ def measure_costs(
         max_rows: rows of the largest verification pass.
         requests: concurrent requests to measure the draft and the overheads at.
         context: positions before each anchor.
-        repetitions: rounds timed at each point.
+        repetitions: rounds timed at each point, in :data:`SWEEPS` turns.
 
     Raises:
         UserError: nothing to measure, or a context that the target cannot hold.
     """
-    slots = draft.config.block_size + 1 if draft is not None else 1
-    if max_rows < 1 or repetitions < 1 or context < 1 or not requests or min(requests) < 1:
-        raise UserError(
-            f"profile: max_rows ({max_rows}), repetitions ({repetitions}), context ({context}) and every number "
-            f"of requests ({list(requests)}) must be at least 1"
-        )
-    common: dict[str, Any] = {"context": context, "repetitions": repetitions}
-    rows, target_seconds = [], []
-    for count, length in _shapes(max_rows, slots):
-        cost = time_rounds(target, draft if length else None, requests=count, length=length, **common)
-        rows.append(count * (length + 1))
-        target_seconds.append(cost.target)
-    counts = sorted(set(requests) | {1})
-    plain = [time_rounds(target, None, requests=count, length=0, **common) for count in counts]
-    drafted = []
-    if draft is not None:
-        drafted = [time_rounds(target, draft, requests=n, length=slots - 1, **common) for n in counts]
-    return CostTable(
-        context=context,
-        rows=tuple(rows),
-        seconds_median=tuple(map(statistics.median, target_seconds)),
-        seconds_p10=tuple(_quantile(sample, 0.1) for sample in target_seconds),
-        seconds_p90=tuple(_quantile(sample, 0.9) for sample in target_seconds),
-        rows_per_request=slots,
-        requests=tuple(counts),
-        single_row_seconds_median=tuple(statistics.median(cost.target) for cost in plain),
-        draft_seconds_median=tuple(statistics.median(cost.draft) for cost in drafted),
-        round_overhead_seconds_median=tuple(statistics.median(cost.overhead) for cost in drafted),
-        step_overhead_seconds_median=tuple(statistics.median(cost.overhead) for cost in plain),
-        machine=machine(target.device),
-    )
+    if repetitions < 1:
+        raise UserError(f"profile: repetitions ({repetitions}) must be at least 1")
+    profiler = CostProfiler(target, draft, max_rows=max_rows, requests=requests, context=context)
+    turns = min(SWEEPS, repetitions)
+    for turn in range(turns):
+        profiler.sweep(repetitions // turns + (turn < repetitions % turns))
+    return profiler.table()
 
 
 def _shapes(max_rows: int, slots: int) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from dspark_train.errors import UserError
 
+BLOCK = 128
+"""Logits whose maximum is taken first on a CPU: maxima vectorise there, a search for their places does not."""
+
 
 @dataclass(frozen=True)
 class SamplingRule:
@@ -53,7 +56,7 @@ class SamplingRule:
         greedy.
         """
         if self.greedy:
-            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+            return torch.nn.functional.one_hot(best_token(logits), logits.shape[-1]).float()
         logits = logits.float() / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             lowest = logits.topk(self.top_k, dim=-1).values[..., -1:]
@@ -64,6 +67,16 @@ class SamplingRule:
             dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
             logits = logits.masked_fill(dropped, float("-inf"))
         return logits.softmax(-1)
+
+
+def best_token(logits: Tensor) -> Tensor:
+    """Index of the largest of ``[.., V]`` logits, the lowest of several: ``[..]`` int64."""
+    if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
+        return logits.argmax(-1)
+    blocks = logits.unflatten(-1, (-1, BLOCK))
+    block = blocks.amax(-1).argmax(-1)
+    inside = blocks.take_along_dim(block[..., None, None], dim=-2).squeeze(-2)
+    return block * BLOCK + inside.argmax(-1)
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -79,7 +92,7 @@ def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Ten
         ``[..]`` int64.
     """
     clocks = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / clocks.clamp_min_(torch.finfo(clocks.dtype).tiny)).argmax(-1)
+    return best_token(probabilities / clocks.clamp_min_(torch.finfo(clocks.dtype).tiny))
 
 
 def widen(probabilities: Tensor, draft_token_ids: Tensor | None, vocabulary: int) -> Tensor:

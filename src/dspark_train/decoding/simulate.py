@@ -2,11 +2,9 @@
 
     R  concurrent requests      γ  block size
 
-A round of the simulation picks verify lengths by the decoder's own policies from recorded confidences,
-takes the accepted prefix from the record, and adds up the measured cost of the draft, of the target's pass
-over the picked rows and of the rest of the round. Prompts' passes are not part of it: numbers are for
-decoding
-alone.
+A round of the simulation picks verify lengths by the decoder's own policies from recorded confidences, takes the
+accepted prefix from the record, and adds up the measured cost of the draft, of the target's pass over the picked rows
+and of the rest of the round. Prompts' passes are not part of it: numbers are for decoding alone.
 """
 
 from __future__ import annotations
@@ -158,7 +156,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a simulation did, step by step; ``[S]`` int64 each."""
+    """What a simulation did, step by step; ``[S]`` int64 each but the last."""
 
     active: Tensor
     """Requests."""
@@ -168,10 +166,12 @@ class Steps:
     """Tokens committed, all requests together."""
     accepted: Tensor
     """Draft tokens accepted, all requests together."""
+    depth: int
+    """Draft tokens drawn for each request."""
 
     def seconds(self, costs: CostTable) -> Tensor:
         """``[S]`` what each step costs: draft, verification, and the rest of the round."""
-        fixed = costs.draft_seconds(self.active) + costs.round_overhead_seconds(self.active)
+        fixed = costs.draft_seconds(self.active, self.depth) + costs.round_overhead_seconds(self.active)
         return fixed + costs.verify_seconds(self.active + self.verified, self.active)
 
 
@@ -191,7 +191,8 @@ def play(replay: Replay, policy: Policy, steps: int | None = None) -> Steps:
         accepted = lengths.minimum(replay.accepted[rounds])
         moved = replay.advance(accepted + 1)
         counts.append((len(rounds), int(lengths.sum()), int(moved.sum()), int(accepted.sum())))
-    return Steps(*torch.tensor(counts, dtype=torch.int64).view(-1, 4).unbind(1))
+    active, verified, tokens, found = torch.tensor(counts, dtype=torch.int64).view(-1, 4).unbind(1)
+    return Steps(active, verified, tokens, found, policy.depth(replay.confidence.shape[1]))
 
 
 def simulate_point(
