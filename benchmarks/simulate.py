@@ -80,6 +80,11 @@ class Decoding:
     def unfinished(self) -> bool:
         return bool(self.waiting or self.run.active)
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest request of this moment; of the longest prompt before the first round."""
+        return max(request.position for request in self.run.active or self.requests)
+
     def advance(self, rounds: int) -> None:
         """Decode so many rounds, or to the end. (Rounds and not seconds: as many in slow turns as in fast ones.)"""
         with self.run:
@@ -126,15 +131,12 @@ def compare(
 ) -> list[Row]:
     """Decode with every policy in turns, and predict it."""
     block_size = opened.draft.config.block_size
-    # attention reads as far as the longest of the requests at once
-    together = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
-    longest = fmean(max(map(len, batch)) for batch in together)
     profiler = CostProfiler(
         opened.target,
         opened.draft,
         max_rows=batch_size * (block_size + 1),
         requests=[count for count in (1, 2, 4, 8, 16, 32, 64) if count < batch_size] + [batch_size],
-        context=round(longest + limit / 2),
+        context=round(fmean(map(len, prompts)) + limit / 2),
     )
     profiler.sweep(4)
     believed = profiler.table().monotone()
@@ -146,9 +148,10 @@ def compare(
     costs: dict[int, CostTable] = {}
     turns = 0
     while going := [decoding for decoding in decodings if decoding.unfinished]:
+        # attention reads as far as the longest of the requests at once, in whole tiles: each policy's in turn
+        profiler.sweep(2, warm_up=1, context=going[turns % len(going)].longest)
         for decoding in going:
             decoding.advance(turn)
-        profiler.sweep(2, warm_up=1)
         turns += 1
         if any(not decoding.unfinished for decoding in going):
             costs[turns] = profiler.table(fmean)
@@ -161,7 +164,7 @@ def compare(
 def main(
     run: Path,
     batch_sizes: tuple[int, ...] = (1, 4, 16),
-    prompts: int = 16,
+    prompts: int = 8,
     max_new_tokens: int = 64,
     threshold: float = 0.5,
     turn: int = 6,

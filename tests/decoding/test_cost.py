@@ -60,6 +60,41 @@ def test_verify_cost_knows_both_measured_layouts():
     assert costs.seconds(torch.tensor([8])) < between < costs.single_row_seconds(torch.tensor([8]))
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.integers(1, 8),
+    lengths=st.integers(0, 3).flatmap(lambda most: st.lists(st.integers(0, most), min_size=8, max_size=8)),
+    per_row=st.floats(0.01, 1),
+    per_request=st.floats(0, 1),
+    per_width=st.floats(0, 1),
+    second=st.floats(0, 1),
+)
+def test_any_pass_of_a_regular_machine_is_predicted(
+    requests, lengths, per_row, per_request, per_width, second
+):
+    """Rows cost, requests cost, and attention pads every request to the widest one; a second row costs extra."""
+
+    def cost(rows, count, width):
+        attention = per_request + per_width * (width - 1) + (second if width > 1 else 0)
+        return 5 + per_row * rows + count * attention
+
+    counts = (1, 2, 4, 8)
+    shapes = [(1, 1), (2, 1), (3, 1), (4, 1), *((4 * count, count) for count in counts[1:])]
+    seconds = tuple(cost(rows, count, rows // count) for rows, count in shapes)
+    costs = CostTable(
+        128, tuple(rows for rows, _ in shapes), seconds, seconds, seconds, rows_per_request=4, requests=counts,
+        single_row_seconds_median=tuple(cost(count, count, 1) for count in counts),
+        two_row_seconds_median=tuple(cost(2 * count, count, 2) for count in counts),
+        uneven_seconds_median=tuple(cost(count + 3, count, 4) for count in counts),
+    )  # fmt: skip
+    lengths = lengths[:requests]
+    rows, width = requests + sum(lengths), 1 + max(lengths)
+    # between measured numbers of requests a curve is a chord, and a block layout with a part of a request is none
+    tolerance = 0 if requests in counts else 3 * (per_request + per_width + second)
+    read = float(costs.verify_seconds(torch.tensor(rows), torch.tensor(requests), torch.tensor(width)))
+    assert read == pytest.approx(cost(rows, requests, width), abs=tolerance + 1e-9)
+
+
 def test_rounds_per_second_pays_draft_and_overhead():
     rate = table(**PARTS).rounds_per_second(2, 8)
     assert rate.shape == (9,)

@@ -14,6 +14,7 @@ from tiny_models import tiny_draft, tiny_target
 
 from dspark_train.data.conversations import Prompt
 from dspark_train.decoding.callback import DecodeValidation, snapshot
+from dspark_train.decoding.cost import CURVES
 from dspark_train.decoding.decoder import GenerationResult, generate
 from dspark_train.decoding.measure import (
     Comparison,
@@ -118,7 +119,7 @@ def test_costs_of_a_tiny_pair(tmp_path: Path) -> None:
     table = measure_costs(target, tiny_draft(target), max_rows=12, requests=(2,), context=8, repetitions=2)
     assert table.rows == (1, 2, 3, 4, 5, 10, 15)
     assert table.requests == (1, 2)
-    assert all(len(curve) == 2 for curve in (table.draft_seconds_median, table.single_row_seconds_median))
+    assert all(len(getattr(table, name)) == 2 for name in CURVES)
     table.save(tmp_path / "table.json")
     with pytest.raises(UserError, match="do not fit"):
         measure_costs(target, None, max_rows=1, context=250, repetitions=20)

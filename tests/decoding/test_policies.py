@@ -13,6 +13,7 @@ from torch import Tensor
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.policies import (
     FixedLength,
+    OneBlock,
     Scheduled,
     ScheduledAsync,
     Threshold,
@@ -224,6 +225,7 @@ def test_fixed_length_is_bounded_by_the_block() -> None:
     for length, expected in ((None, 3), (0, 0), (2, 2), (9, 3)):
         assert FixedLength(length).start()(confidence).tolist() == [expected] * 2
         assert FixedLength(length).depth(3) == expected
+    assert OneBlock().start()(confidence).tolist() == [confidence.shape[1], 0]
 
 
 def test_a_curve_that_ends_too_early_is_refused() -> None:

@@ -194,7 +194,7 @@ def profile(
         out: where to write the table; left out, RUN/studies/cost_table.json.
         max_rows: rows (tokens) of the largest verification pass.
         requests: concurrent requests at which draft and overheads are measured.
-        context: tokens of context of every request.
+        context: tokens of context of every request. In a batch, attention reads as far as the longest one.
         repetitions: rounds timed at each point.
         dtype: of target and draft. Left out: the run's.
     """

@@ -19,8 +19,15 @@ from torch import Tensor
 
 from dspark_train.errors import UserError
 
-CURVES = ("single_row_seconds_median", "draft_seconds_median", "short_draft_seconds_median",
-          "round_overhead_seconds_median", "step_overhead_seconds_median")  # fmt: skip
+CURVES = (
+    "single_row_seconds_median",
+    "two_row_seconds_median",
+    "uneven_seconds_median",
+    "draft_seconds_median",
+    "short_draft_seconds_median",
+    "round_overhead_seconds_median",
+    "step_overhead_seconds_median",
+)
 """Optional curves over ``requests``."""
 
 
@@ -52,6 +59,10 @@ class CostTable:
     """Concurrent requests of the optional curves, strictly increasing, from 1."""
     single_row_seconds_median: tuple[float, ...] = ()
     """Seconds of a target pass with one row per request."""
+    two_row_seconds_median: tuple[float, ...] = ()
+    """Seconds of a target pass with two rows per request."""
+    uneven_seconds_median: tuple[float, ...] = ()
+    """Seconds of a target pass where the first request has ``rows_per_request`` rows and every other one."""
     draft_seconds_median: tuple[float, ...] = ()
     """Seconds of the draft's part of a round: parallel pass, sequential head, sampling, confidences."""
     short_draft_seconds_median: tuple[float, ...] = ()
@@ -99,15 +110,17 @@ class CostTable:
         rows = rows.to(torch.float64)
         return torch.where(rows > 0, _interpolate(rows, self.rows, self.seconds_median), 0.0)
 
-    def verify_seconds(self, rows: Tensor, requests: Tensor) -> Tensor:
+    def verify_seconds(self, rows: Tensor, requests: Tensor, width: Tensor | None = None) -> Tensor:
         """Seconds of a target pass of ``rows`` rows that belong to ``requests`` requests.
 
-        The cost of a pass is taken as (cost of its rows) + (cost per request of reading its cache), the
-        second from the difference between the two measured layouts; without the single-row curve it is 0.
+        The cost of a pass is taken as (cost of its rows) + (cost of each request's attention), where all requests
+        are padded to the rows of the widest one. Both come from the differences between the measured layouts;
+        without the single-row curve the second is 0, without the uneven one it does not depend on the width.
 
         Args:
             rows: Any shape, ≥ ``requests``.
             requests: Broadcastable to ``rows``.
+            width: Rows of the widest request, broadcastable too; None: as wide as can be.
 
         Returns:
             Same shape, float64.
@@ -115,14 +128,47 @@ class CostTable:
         base = self.seconds(rows)
         if not self.single_row_seconds_median or self.rows_per_request == 1:
             return base
-        requests = requests.to(torch.float64)
-        share = 1 / self.rows_per_request
-        # single(R) - block(R) = g·R·(1 - share) where g is the cost per request; the block layout has
-        # share·rows requests, never fewer than one.
-        difference = (self.single_row_seconds(requests) - self.seconds(requests)).clamp_min(0)
-        measured = (requests - (requests * share).clamp_min(1)).clamp_min(1e-9)
-        per_request = torch.where(requests > 1, difference / measured, 0.0)
-        return base + per_request * (requests - (rows * share).clamp_min(1)).clamp_min(0)
+        rows, requests = rows.to(torch.float64), requests.to(torch.float64)
+        most = self.rows_per_request
+        if width is None:
+            width = (rows - requests + 1).clamp_max(most)
+        added = self._attention(requests)
+        own, own_width = self._measured(rows)
+        attention = requests * _between(added, width.to(torch.float64), most)
+        return (base + attention - own * _between(added, own_width, most)).clamp_min(0)
+
+    def _measured(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Requests behind :attr:`seconds_median` at ``rows``, and the rows of each."""
+        return (rows / self.rows_per_request).clamp_min(1), rows.clamp_max(self.rows_per_request)
+
+    def _attention(self, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Seconds that one of ``requests`` requests adds beyond its rows, with one row, with two, and with all."""
+        most, alone = self.rows_per_request, requests <= 1  # one request's passes were measured as they are
+
+        def missing(curve: tuple[float, ...], rows: Tensor) -> Tensor:
+            return self._optional(requests, curve) - self.seconds(rows)
+
+        def per_request(seconds: Tensor, count: Tensor) -> Tensor:
+            return (seconds / count.clamp_min(1e-9)).clamp_min(0).masked_fill(alone, 0)
+
+        own, own_width = self._measured(requests)
+        single = missing(self.single_row_seconds_median, requests)
+        if not self.uneven_seconds_median:
+            one = per_request(single, requests - own)
+            return one, one, one
+        rows = requests + most - 1
+        whole = per_request(missing(self.uneven_seconds_median, rows), requests - self._measured(rows)[0])
+        if not self.two_row_seconds_median or most == 2:
+            share = (own_width - 1) / (most - 1)
+            one = per_request(single + own * share * whole, requests - own * (1 - share))
+            return one, one.lerp(whole, 1 / (most - 1)), whole
+        pairs, pair_width = self._measured(2 * requests)
+        share = (pair_width - 2) / (most - 2)
+        two = missing(self.two_row_seconds_median, 2 * requests) + pairs * share * whole
+        two = per_request(two, requests - pairs * (1 - share))
+        # what lies behind the pass of so many rows in whole blocks is at least two rows wide
+        one = per_request(single + own * two.lerp(whole, (own_width - 2) / (most - 2)), requests)
+        return one, two, whole
 
     def single_row_seconds(self, requests: Tensor) -> Tensor:
         """Seconds of a target pass with one row for each of ``requests`` requests (any shape), float64."""
@@ -259,7 +305,7 @@ class CostTable:
         axes[0].set(xlabel="rows of one target pass (tokens)", ylabel="time (ms): median, p10–p90")
         axes[0].set_title(f"Target pass, {self.context} tokens of context")
         if panels == 2:
-            for color, name in zip(PALETTE[1:], CURVES, strict=False):
+            for color, name in zip(PALETTE, CURVES, strict=True):
                 if curve := getattr(self, name):
                     label = name.removesuffix("_seconds_median").replace("_", " ")
                     axes[1].plot(self.requests, _milli(curve), "o-", ms=3, color=color, label=label)
@@ -301,6 +347,12 @@ def _interpolate(at: Tensor, axis: tuple[int, ...], curve: tuple[float, ...]) ->
     slope = (y[right] - y[right - 1]) / (x[right] - x[right - 1])
     inside = y[right - 1] + slope * (at.clamp_min(x[0]) - x[right - 1])
     return torch.where(at > x[-1], y[-1] + slope.clamp_min(0) * (at - x[-1]), inside)
+
+
+def _between(added: tuple[Tensor, Tensor, Tensor], width: Tensor, most: int) -> Tensor:
+    """Seconds of a request padded to ``width`` rows, from those of 1, 2 and ``most``: piecewise linear."""
+    one, two, whole = added
+    return torch.where(width <= 2, one.lerp(two, width - 1), two.lerp(whole, (width - 2) / max(1, most - 2)))
 
 
 def _isotonic(curve: tuple[float, ...]) -> tuple[float, ...]:

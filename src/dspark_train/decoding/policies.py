@@ -143,6 +143,27 @@ class FixedLength:
 
 
 @dataclass(frozen=True)
+class OneBlock:
+    """Verify all of the first request's draft tokens, and none of the others'."""
+
+    needs_confidence: ClassVar[bool] = False
+
+    def depth(self, block_size: int) -> int:
+        """A whole block is verified."""
+        return block_size
+
+    def start(self) -> Choose:
+        """Begin a run."""
+
+        def choose(confidence: Tensor) -> Tensor:
+            lengths = confidence.new_zeros(confidence.shape[0], dtype=torch.int64)
+            lengths[0] = confidence.shape[1]
+            return lengths
+
+        return choose
+
+
+@dataclass(frozen=True)
 class Threshold:
     """Verify while ``c_k ≥ threshold``: the diagnostic policy, blind to load.
 
@@ -273,7 +294,7 @@ class ScheduledAsync:
         return choose
 
 
-Policy = FixedLength | Threshold | Scheduled | ScheduledAsync
+Policy = FixedLength | OneBlock | Threshold | Scheduled | ScheduledAsync
 
 
 def parse_policy(text: str, costs: CostTable | Path | None = None) -> Policy:

@@ -15,7 +15,7 @@ import torch
 
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import ActiveRun, Decoder
-from dspark_train.decoding.policies import FixedLength
+from dspark_train.decoding.policies import FixedLength, OneBlock
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -66,13 +66,13 @@ def time_rounds(
     draft: DSparkDraft | None,
     *,
     requests: int,
-    length: int,
+    length: int | None,
     context: int,
     repetitions: int,
     warm_up: int = 2,
     found: RoundCost | None = None,
 ) -> RoundCost:
-    """Time rounds of ``requests`` requests that verify ``length`` draft tokens each.
+    """Time rounds of ``requests`` requests that verify ``length`` draft tokens each; None: :class:`OneBlock`.
 
     Args:
         target: frozen target.
@@ -88,13 +88,13 @@ def time_rounds(
         ``found``, or a new one.
     """
     found = found or RoundCost()
-    decoder = Decoder(target, draft, FixedLength(length))
-    rounds = repetitions + warm_up
-    growth = rounds * (length + 1) + 1
+    decoder = Decoder(target, draft, OneBlock() if length is None else FixedLength(length))
+    rounds, most = repetitions + warm_up, decoder.depth + 1
+    growth = rounds * most + 1
     room = target.context_length
     if room is not None and context + growth > room:
         raise UserError(
-            f"profile: {context} tokens of context and {rounds} rounds of up to {length + 1} tokens do not fit into "
+            f"profile: {context} tokens of context and {rounds} rounds of up to {most} tokens do not fit into "
             f"the target's {room}: lower context or repetitions"
         )
     run = decoder.start(requests, context + growth, seed=0)
@@ -144,23 +144,27 @@ class CostProfiler:
         self.slots = draft.config.block_size + 1 if draft is not None else 1
         self.requests = sorted(set(requests) | {1})
         self._passes = list(_shapes(max_rows, self.slots))
-        shapes = {(count, length if length else None) for count, length in self._passes}
-        shapes |= {(count, None) for count in self.requests}
+        shapes: list[tuple[int, int | None]] = [*self._passes, *((count, 0) for count in self.requests)]
         if draft is not None:
-            shapes |= {(count, length) for count in self.requests for length in {1, self.slots - 1}}
-        self._found = {
-            shape: RoundCost() for shape in sorted(shapes, key=lambda shape: (shape[0], shape[1] or 0))
-        }
+            shapes += [(count, length) for count in self.requests for length in (None, 1, self.slots - 1)]
+        self._found = {shape: RoundCost() for shape in shapes}
+        """By requests and draft tokens verified: 0 is plain decoding, None :class:`OneBlock`."""
 
-    def sweep(self, repetitions: int, warm_up: int = 2) -> None:
-        """Time ``repetitions`` more rounds at every point, each after ``warm_up`` others."""
+    def sweep(self, repetitions: int, warm_up: int = 2, context: int | None = None) -> None:
+        """Time ``repetitions`` more rounds at every point, each after ``warm_up`` others.
+
+        Args:
+            repetitions: rounds timed.
+            warm_up: rounds before that.
+            context: positions before each anchor this time; None: as everywhere.
+        """
         for (count, length), found in self._found.items():
             time_rounds(
                 self.target,
-                None if length is None else self.draft,
+                None if length == 0 else self.draft,
                 requests=count,
-                length=length or 0,
-                context=self.context,
+                length=length,
+                context=context or self.context,
                 repetitions=repetitions,
                 warm_up=warm_up,
                 found=found,
@@ -178,12 +182,12 @@ class CostProfiler:
             average: of the repetitions of a point. The median leaves out what a shared machine does now and then;
                 the mean counts it, as throughput does.
         """
-        passes = [self._found[count, length or None].target for count, length in self._passes]
+        passes = [self._found[count, length].target for count, length in self._passes]
         centre = tuple(map(average, passes))
-        plain = [self._found[count, None] for count in self.requests]
-        whole, single = (
+        plain = [self._found[count, 0] for count in self.requests]
+        whole, single, uneven = (
             [] if self.draft is None else [self._found[count, length] for count in self.requests]
-            for length in (self.slots - 1, 1)
+            for length in (self.slots - 1, 1, None)
         )
         return CostTable(
             context=self.context,
@@ -198,6 +202,8 @@ class CostProfiler:
             rows_per_request=self.slots,
             requests=tuple(self.requests),
             single_row_seconds_median=tuple(average(cost.target) for cost in plain),
+            two_row_seconds_median=tuple(average(cost.target) for cost in single),
+            uneven_seconds_median=tuple(average(cost.target) for cost in uneven),
             draft_seconds_median=tuple(average(cost.draft) for cost in whole),
             short_draft_seconds_median=tuple(average(cost.draft) for cost in single),
             round_overhead_seconds_median=tuple(average(cost.overhead) for cost in whole),

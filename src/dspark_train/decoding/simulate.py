@@ -166,13 +166,15 @@ class Steps:
     """Tokens committed, all requests together."""
     accepted: Tensor
     """Draft tokens accepted, all requests together."""
+    width: Tensor
+    """Rows of the widest request."""
     depth: int
     """Draft tokens drawn for each request."""
 
     def seconds(self, costs: CostTable) -> Tensor:
         """``[S]`` what each step costs: draft, verification, and the rest of the round."""
         fixed = costs.draft_seconds(self.active, self.depth) + costs.round_overhead_seconds(self.active)
-        return fixed + costs.verify_seconds(self.active + self.verified, self.active)
+        return fixed + costs.verify_seconds(self.active + self.verified, self.active, self.width)
 
 
 def play(replay: Replay, policy: Policy, steps: int | None = None) -> Steps:
@@ -184,15 +186,16 @@ def play(replay: Replay, policy: Policy, steps: int | None = None) -> Steps:
         steps: Rounds of all requests together; None until a replay that is not endless is used up.
     """
     choose = policy.start()
-    counts: list[tuple[int, int, int, int]] = []
+    counts: list[tuple[int, int, int, int, int]] = []
     while len(replay.round) and (steps is None or len(counts) < steps):
         rounds = replay.round
         lengths = choose(replay.confidence[rounds]).minimum(replay.verifiable[rounds])
         accepted = lengths.minimum(replay.accepted[rounds])
         moved = replay.advance(accepted + 1)
-        counts.append((len(rounds), int(lengths.sum()), int(moved.sum()), int(accepted.sum())))
-    active, verified, tokens, found = torch.tensor(counts, dtype=torch.int64).view(-1, 4).unbind(1)
-    return Steps(active, verified, tokens, found, policy.depth(replay.confidence.shape[1]))
+        sums = (int(lengths.sum()), int(moved.sum()), int(accepted.sum()))
+        counts.append((len(rounds), *sums, int(lengths.max()) + 1))
+    active, verified, tokens, found, width = torch.tensor(counts, dtype=torch.int64).view(-1, 5).unbind(1)
+    return Steps(active, verified, tokens, found, width, policy.depth(replay.confidence.shape[1]))
 
 
 def simulate_point(
