@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dspark_train.target.frozen import has_fast_bfloat16
 
-MOST = {torch.float32: 64, torch.bfloat16: 256}
+MOST = {torch.float32: 32, torch.bfloat16: 256}
 """Rows up to which a packed product is the faster one."""
 LIKELY = 32
 """Rows that the layout of a bfloat16 weight is chosen for. With AMX, products of up to so many give each row the bits
