@@ -95,6 +95,14 @@ def test_any_pass_of_a_regular_machine_is_predicted(
     assert read == pytest.approx(cost(rows, requests, width), abs=tolerance + 1e-9)
 
 
+def test_no_pass_costs_less_than_one_row_of_each_request():
+    """A single-row curve that came out too slow, as on a machine that slowed down while it was measured."""
+    parts = PARTS | {"single_row_seconds_median": (1.0, 2.6, 9.0)}
+    costs = table((1, 4, 8, 32), (1.0, 1.6, 2.2, 6.0), rows_per_request=4, **parts)
+    assert float(costs.verify_seconds(torch.tensor(32), torch.tensor(8))) == 9.0
+    assert float(costs.verify_seconds(torch.tensor(4), torch.tensor(1))) == pytest.approx(1.6)
+
+
 def test_rounds_per_second_pays_draft_and_overhead():
     rate = table(**PARTS).rounds_per_second(2, 8)
     assert rate.shape == (9,)

@@ -135,7 +135,9 @@ class CostTable:
         added = self._attention(requests)
         own, own_width = self._measured(rows)
         attention = requests * _between(added, width.to(torch.float64), most)
-        return (base + attention - own * _between(added, own_width, most)).clamp_min(0)
+        seconds = base + attention - own * _between(added, own_width, most)
+        # more rows of as many requests cost no less; differences of noisy curves might say so
+        return torch.where(requests > 1, seconds.maximum(self.single_row_seconds(requests)), base)
 
     def _measured(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Requests behind :attr:`seconds_median` at ``rows``, and the rows of each."""
