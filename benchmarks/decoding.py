@@ -100,35 +100,36 @@ def measure(target: FrozenTarget, draft: DSparkDraft, options: argparse.Namespac
         "| requests | rows | " + " | ".join(PARTS) + " | round | bare | bare head |",
         "|" + "--:|" * (5 + len(PARTS)),
     ]
-    shapes = [
-        (requests, length) for requests in options.requests for length in (None, *sorted({1, 3, slots}))
-    ]
+    # requests, and draft tokens verified by each; 0 is plain decoding
+    shapes = [(requests, length) for requests in options.requests for length in sorted({0, 1, 3, slots})]
     rounds = {shape: RoundCost() for shape in shapes}
-    bare: dict[tuple[int, int | None], list[float]] = {shape: [] for shape in shapes}
-    heads: dict[tuple[int, int | None], list[float]] = {shape: [] for shape in shapes}
+    bare: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    heads: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    repetitions = -(-options.repetitions // TURNS)
     for _ in range(TURNS):  # in turns, so that no shape has the machine's slow minutes to itself
-        for requests, length in shapes:
-            shape = requests, length
+        for shape in shapes:
+            requests, length = shape
             time_rounds(
                 target,
-                None if length is None else draft,
+                draft if length else None,
                 requests=requests,
-                length=length or 0,
+                length=length,
                 context=options.context,
-                repetitions=-(-options.repetitions // TURNS),
+                repetitions=repetitions,
                 found=rounds[shape],
             )
-            rows = requests * ((length or 0) + 1)
+            rows = requests * (length + 1)
             ids = torch.arange(rows, device=target.device)[None] % target.vocab_size
             hidden = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
-            count = len(rounds[shape].target) - len(bare[shape])
-            bare[shape] += milliseconds(lambda ids=ids: target.decoder(input_ids=ids, use_cache=False), count)
-            heads[shape] += milliseconds(lambda hidden=hidden: target.lm_head(hidden), count)
-    for requests, length in shapes:
-        shape = requests, length
+            bare[shape] += milliseconds(
+                lambda ids=ids: target.decoder(input_ids=ids, use_cache=False), repetitions
+            )
+            heads[shape] += milliseconds(lambda hidden=hidden: target.lm_head(hidden), repetitions)
+    for shape in shapes:
+        requests, length = shape
         parts = [1000 * rounds[shape].parts[part] for part in PARTS]
         cells = [*parts, sum(parts), statistics.median(bare[shape]), statistics.median(heads[shape])]
-        kind = "plain" if length is None else f"{requests * (length + 1)}"
+        kind = f"{requests * (length + 1)}" if length else "plain"
         lines.append(f"| {requests} | {kind} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
     survival = torch.rand(512, 16).cumprod(1)
     curve = 1 / (1 + 0.001 * torch.arange(512 * 17 + 1, dtype=torch.float64))

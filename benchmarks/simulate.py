@@ -102,9 +102,8 @@ class Decoding:
 
     def row(self, recorded: DecodingTrace, costs: CostTable) -> Row:
         """Throughput beside what the recorded rounds of whole blocks and these costs predict."""
-        made = sum(
-            len(request.tokens) - 1 for request in self.requests
-        )  # a first token is its prompt's pass's
+        # a first token is its prompt's pass's
+        made = sum(len(request.tokens) - 1 for request in self.requests)
         tokens, seconds, rounds = simulate_queue(
             recorded, costs, self.named.policy, self.batch_size, temperatures=self.temperatures
         )

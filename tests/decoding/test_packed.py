@@ -178,7 +178,7 @@ def test_bfloat16_verification_gives_plain_decodings_bits(rows: int) -> None:
 def test_packed_passes_equal_plain_ones(rows: int) -> None:
     target = half_target()
     ids = torch.arange(5, 5 + rows)
-    with torch.inference_mode(), TargetPass(target, 2, 80, features=True) as run:
+    with torch.inference_mode(), TargetPass(target, 2, 60, features=True) as run:
         run(torch.arange(40, 44), RowLayout([4], [0], CPU, first_slot=1))
         hidden, features = run(ids, RowLayout([rows], [4], CPU, first_slot=1))
         logits = target.lm_head(hidden)

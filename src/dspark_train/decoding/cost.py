@@ -115,7 +115,7 @@ class CostTable:
 
         The cost of a pass is taken as (cost of its rows) + (cost of each request's attention), where all requests
         are padded to the rows of the widest one. Both come from the differences between the measured layouts;
-        without the single-row curve the second is 0, without the uneven one it does not depend on the width.
+        without the single-row curve the second is 0, without the other two it does not depend on the width.
 
         Args:
             rows: Any shape, ≥ ``requests``.
@@ -155,21 +155,19 @@ class CostTable:
 
         own, own_width = self._measured(requests)
         single = missing(self.single_row_seconds_median, requests)
-        if not self.uneven_seconds_median:
+        if not (self.two_row_seconds_median and self.uneven_seconds_median):
             one = per_request(single, requests - own)
             return one, one, one
         rows = requests + most - 1
         whole = per_request(missing(self.uneven_seconds_median, rows), requests - self._measured(rows)[0])
-        if not self.two_row_seconds_median or most == 2:
-            share = (own_width - 1) / (most - 1)
-            one = per_request(single + own * share * whole, requests - own * (1 - share))
-            return one, one.lerp(whole, 1 / (most - 1)), whole
-        pairs, pair_width = self._measured(2 * requests)
-        share = (pair_width - 2) / (most - 2)
-        two = missing(self.two_row_seconds_median, 2 * requests) + pairs * share * whole
-        two = per_request(two, requests - pairs * (1 - share))
+        two = whole
+        if most > 2:
+            pairs, pair_width = self._measured(2 * requests)
+            share = (pair_width - 2) / (most - 2)
+            two = missing(self.two_row_seconds_median, 2 * requests) + pairs * share * whole
+            two = per_request(two, requests - pairs * (1 - share))
         # what lies behind the pass of so many rows in whole blocks is at least two rows wide
-        one = per_request(single + own * two.lerp(whole, (own_width - 2) / (most - 2)), requests)
+        one = per_request(single + own * _between((two, two, whole), own_width, most), requests)
         return one, two, whole
 
     def single_row_seconds(self, requests: Tensor) -> Tensor:
@@ -298,7 +296,7 @@ class CostTable:
         from dspark_train.calibration.plots import PALETTE, finish
 
         panels = 2 if any(getattr(self, name) for name in CURVES) else 1
-        figure = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
+        figure = Figure(figsize=(5.2 + 6.8 * (panels - 1), 3.6), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]
         axes[0].fill_between(
             self.rows, _milli(self.seconds_p10), _milli(self.seconds_p90), color=PALETTE[0], alpha=0.2, lw=0
@@ -312,7 +310,7 @@ class CostTable:
                     label = name.removesuffix("_seconds_median").replace("_", " ")
                     axes[1].plot(self.requests, _milli(curve), "o-", ms=3, color=color, label=label)
             axes[1].set(xlabel="concurrent requests", ylabel="time (ms), median", title="Parts of a round")
-            axes[1].legend(frameon=False)
+            axes[1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         for axis in axes:
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter("{x:g}")

@@ -149,7 +149,7 @@ class DraftPass:
             generator: source of randomness.
         """
         programs, requests = self._programs, anchors.shape[0]
-        hidden = hidden.contiguous()  # products of rows that lie apart can take 20 times as long on a CPU
+        hidden = hidden.contiguous()  # a CPU's plain product of rows that lie apart is far slower
         if programs is None:
             return self._walk(hidden, anchors, rule, generator)
 
