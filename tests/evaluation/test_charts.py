@@ -8,7 +8,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dspark_train.evaluation.charts import (
@@ -28,6 +28,7 @@ from dspark_train.evaluation.charts import (
 finite = st.floats(-1e9, 1e9, allow_subnormal=False)
 
 
+@example(67108864.0, 1e-4)
 @given(finite, st.floats(0, 1e9, allow_subnormal=False))
 def test_ticks_cover_the_range_in_even_round_steps(low: float, width: float) -> None:
     high = low + width

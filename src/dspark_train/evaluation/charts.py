@@ -87,7 +87,8 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round steps (1, 2 or 5 times a power of ten) that cover ``[low, high]``, about ``count`` of them."""
     if not (math.isfinite(low) and math.isfinite(high)) or high < low:
         raise ValueError(f"ticks need finite bounds in order, got [{low}, {high}]")
-    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-12):
+    # flat: labels could not tell steps of a narrower range apart, and floats could not make them even
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-12):
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / max(1, count)
