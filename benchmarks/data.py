@@ -24,9 +24,9 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from dspark_train.cli.prepare import load_tokenizer
 from dspark_train.data.conversations import Conversation
 from dspark_train.data.tokenize import ConversationEncoder
-from dspark_train.prepare import load_tokenizer
 
 TARGET = "smollm2-135m-instruct"
 SOURCE = Path(__file__).parent.parent / "data_prep" / "quickstart" / "conversations.jsonl"

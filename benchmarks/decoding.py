@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from dspark_train.decoding.policies import causal_lengths
-from dspark_train.decoding.profile import RoundCost, time_rounds
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config
+from dspark_train.run import environment, load_run
+from dspark_train.studies.profile import RoundCost, time_rounds
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
-from dspark_train.training.run import environment, load_run
 
 PARTS = ("draft", "head", "schedule", "verify", "target_head", "sampling", "bookkeeping")
 TURNS = 5

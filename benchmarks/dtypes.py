@@ -24,7 +24,7 @@ from dspark_train.decoding.draft_pass import DraftPass
 from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.target_pass import TargetPass
-from dspark_train.training.run import load_run
+from dspark_train.run import load_run
 
 DTYPES: tuple[Literal["float32"], Literal["bfloat16"]] = ("float32", "bfloat16")
 CONTEXT = 120

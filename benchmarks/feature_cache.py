@@ -15,12 +15,12 @@ import torch
 from table import machine, run_argument, write_table
 
 from dspark_train.draft.recipe import DraftRecipe
+from dspark_train.run import Run
 from dspark_train.target.config import TargetConfig
 from dspark_train.training.cache_builder import CacheBuilder
 from dspark_train.training.feature_cache import FeatureCache, Storage
 from dspark_train.training.module import DSparkModule
 from dspark_train.training.optimizer import OptimizerConfig
-from dspark_train.training.run import Run
 from dspark_train.training.terms import ObjectiveConfig
 
 

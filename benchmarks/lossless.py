@@ -13,12 +13,12 @@ import argparse
 import time
 from pathlib import Path
 
-from dspark_train.decoding.commands import costs_now
+from dspark_train.cli.decode import costs_now
+from dspark_train.cli.studies import run_temperatures
 from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.measure import Comparison, divergences, interleave
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
-from dspark_train.decoding.study_commands import run_temperatures
-from dspark_train.training.run import environment, load_run
+from dspark_train.run import environment, load_run
 
 
 def main() -> None:

@@ -165,8 +165,8 @@ def tiny_cases(work: Path, names: list[str], max_tokens: int) -> Iterator[Case]:
 
 def run_case(run: Path, limit: int) -> Case:
     """The pair of a run, on held-out prompts."""
+    from dspark_train.run import load_run
     from dspark_train.target.frozen import resolve_path
-    from dspark_train.training.run import load_run
 
     opened = load_run(run, dtype="float32")
     opened.data.setup()

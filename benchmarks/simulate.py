@@ -20,15 +20,15 @@ from typing import Literal
 import jsonargparse
 import torch
 
+from dspark_train.cli.studies import run_temperatures
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import Decoder
 from dspark_train.decoding.measure import interleave
 from dspark_train.decoding.policies import FixedLength
-from dspark_train.decoding.profile import CostProfiler
-from dspark_train.decoding.simulate import NamedPolicy, simulate_queue, standard_policies
-from dspark_train.decoding.study_commands import run_temperatures
+from dspark_train.run import Run, environment, load_run
 from dspark_train.structures import DecodingTrace
-from dspark_train.training.run import Run, environment, load_run
+from dspark_train.studies.profile import CostProfiler
+from dspark_train.studies.simulate import NamedPolicy, simulate_queue, standard_policies
 
 
 @dataclass(frozen=True)

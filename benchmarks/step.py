@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from table import PeakMemory, machine, write_table
 
+from dspark_train.cli.plan import shape_of
 from dspark_train.data.blocks import build_blocks, slot_weights
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config
@@ -24,7 +25,6 @@ from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.costs import Load, memory_of
 from dspark_train.training.objective import fused_objective, target_logsumexp
-from dspark_train.training.plan import shape_of
 from dspark_train.training.terms import ObjectiveConfig, SupervisedRows, confidence_rows
 
 PARTS = ("target", "draft", "objective", "backward", "optimiser")

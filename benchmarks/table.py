@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dspark_train.training.run import Run, environment, load_run
+from dspark_train.run import Run, environment, load_run
 
 README = Path(__file__).parent / "README.md"
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from dspark_train.calibration.io import Calibration
-from dspark_train.calibration.plots import plot_reliability
 from dspark_train.calibration.report import (
     calibrate_traces,
     measure_reliability,
@@ -15,6 +14,7 @@ from dspark_train.calibration.report import (
     write_report,
 )
 from dspark_train.errors import UserError
+from dspark_train.report.calibration_plots import plot_reliability
 from dspark_train.structures import DecodingTrace
 
 OVERCONFIDENT = [2.0, 1.8, 2.2]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dspark_train.cli.parsing import run_command
+from dspark_train.cli.prepare import prepare
 from dspark_train.errors import UserError
-from dspark_train.parsing import run_command
-from dspark_train.prepare import prepare
 
 FOLDER = Path(__file__).resolve().parents[2] / "data_prep"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))

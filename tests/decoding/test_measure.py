@@ -27,10 +27,10 @@ from dspark_train.decoding.measure import (
     pieces,
     to_json,
 )
-from dspark_train.decoding.profile import CostProfiler, RoundCost, measure_costs, time_rounds
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.timing import Timings
 from dspark_train.errors import UserError
+from dspark_train.studies.profile import CostProfiler, RoundCost, measure_costs, time_rounds
 
 PROMPTS = [Prompt(str(i), "code" if i % 2 else "math", (3 + i, 5, 7 + i)) for i in range(4)]
 

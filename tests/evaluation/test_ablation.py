@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dspark_train.cli.evaluate import ablate
 from dspark_train.errors import UserError
 from dspark_train.evaluation.ablate import collect, study_lines, train_cells, write_results
 from dspark_train.evaluation.ablation import Ablation, Cell, fit_arguments, read_ablation
-from dspark_train.evaluation.commands import ablate
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,7 +184,7 @@ def test_table_plots_and_page_of_an_ablation(
 def test_shipped_grid_holds_settings_that_fit_accepts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dspark_train.fit import main
+    from dspark_train.cli.fit import main
 
     monkeypatch.chdir(ROOT)
     ablation = read_ablation(Path("configs/ablate_quickstart.yaml"))

@@ -12,15 +12,15 @@ from tiny_data import tiny_conversations, write_rows, write_target
 from tiny_models import tiny_draft
 
 from dspark_train.calibration.io import Calibration
+from dspark_train.cli.evaluate import evaluate, report
+from dspark_train.cli.parsing import run_command
 from dspark_train.decoding.decoder import generate
 from dspark_train.errors import UserError
-from dspark_train.evaluation.commands import evaluate, report
 from dspark_train.evaluation.records import Record
-from dspark_train.evaluation.run_folder import RunFolder
 from dspark_train.evaluation.session import EvaluateOptions, draft_folder, evaluate_run, retap
 from dspark_train.evaluation.summary import Bootstrap
-from dspark_train.evaluation.tables import evaluation_markdown
-from dspark_train.parsing import run_command
+from dspark_train.report.run_folder import RunFolder
+from dspark_train.report.tables import evaluation_markdown
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 

@@ -11,11 +11,11 @@ import torch
 
 from dspark_train.calibration.report import measure_reliability
 from dspark_train.errors import UserError
-from dspark_train.evaluation.page import render
 from dspark_train.evaluation.records import Record, RecordFile, count_trace
-from dspark_train.evaluation.suite_section import suites_section
 from dspark_train.evaluation.summary import Bootstrap, summarise
-from dspark_train.evaluation.tables import evaluation_markdown
+from dspark_train.report.page import render
+from dspark_train.report.suite_section import suites_section
+from dspark_train.report.tables import evaluation_markdown
 from dspark_train.structures import DecodingTrace
 
 METHODS = [
@@ -141,7 +141,7 @@ def test_table_becomes_a_section_of_the_report() -> None:
         ["draft", "gsm8k", "50.0\u202f%", "80.0\u202f%"],
         ["other", "gsm8k", "50.0\u202f%", "80.0\u202f%"],
     ]
-    from dspark_train.evaluation.page import Page
+    from dspark_train.report.page import Page
 
     assert "gsm8k" in render(Page("t", "k", "", sections=[section]))
 

@@ -21,10 +21,10 @@ from dspark_train.data.conversations import (
     conversation_from_row,
 )
 from dspark_train.data.dataset import MANIFEST, Manifest, PreparedSet, ShardWriter, gather_manifest
-from dspark_train.data.files import locked
 from dspark_train.data.options import SplitShares
 from dspark_train.data.tokenize import TOKENIZE_VERSION, ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
+from dspark_train.files import locked
 
 Progress = Callable[[int, int], None]
 """Called with (conversations done since the last call, conversations in all)."""

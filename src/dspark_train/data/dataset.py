@@ -26,9 +26,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dspark_train.data.conversations import SPLITS
-from dspark_train.data.files import write_json
 from dspark_train.data.tokenize import Example
 from dspark_train.errors import UserError
+from dspark_train.files import write_json
 
 MANIFEST = "manifest.json"
 SCHEMA = pa.schema(

@@ -1,1 +1,1 @@
-"""Lossless speculative decoding, verification policies, studies of load."""
+"""Lossless speculative decoding: sampling rules, caches, the decoder, verification policies and their costs."""

@@ -293,7 +293,7 @@ class CostTable:
         """Draw seconds against rows (median, p10 to p90) and the parts of a round against requests."""
         from matplotlib.figure import Figure
 
-        from dspark_train.calibration.plots import PALETTE, finish
+        from dspark_train.report.calibration_plots import PALETTE, finish
 
         panels = 2 if any(getattr(self, name) for name in CURVES) else 1
         figure = Figure(figsize=(5.2 + 6.8 * (panels - 1), 3.6), layout="constrained")

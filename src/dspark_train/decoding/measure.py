@@ -13,10 +13,10 @@ from dspark_train.data.conversations import Prompt
 from dspark_train.decoding.decoder import Decoder, GenerationResult
 from dspark_train.decoding.policies import Policy
 from dspark_train.decoding.sampling import SamplingRule
-from dspark_train.decoding.studies import acceptance_by_position
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.structures import DecodingTrace
+from dspark_train.studies.rounds import acceptance_by_position
 from dspark_train.target.frozen import FrozenTarget
 
 RESAMPLES = 2000

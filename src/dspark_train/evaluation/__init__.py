@@ -1,1 +1,1 @@
-"""Benchmark suites, baselines, ablations, and the report of a run."""
+"""Benchmark suites, baselines and ablations, with their records and intervals."""

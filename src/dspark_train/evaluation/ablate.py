@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.errors import UserError
-from dspark_train.evaluation import readers
 from dspark_train.evaluation.ablation import Ablation, Cell, Study, fit_arguments
-from dspark_train.evaluation.charts import Axis, Series, line_chart
-from dspark_train.evaluation.comparison import comparison_page
-from dspark_train.evaluation.page import Figure, Legend, Section, Table, write
-from dspark_train.evaluation.run_folder import RunFolder
-from dspark_train.evaluation.tables import markdown_table
-from dspark_train.evaluation.text import factor, fixed, quantity
-from dspark_train.evaluation.views import ModeView
-from dspark_train.training.run import is_finished
+from dspark_train.report import readers
+from dspark_train.report.charts import Axis, Series, line_chart
+from dspark_train.report.comparison import comparison_page
+from dspark_train.report.page import Figure, Legend, Section, Table, write
+from dspark_train.report.run_folder import RunFolder
+from dspark_train.report.tables import markdown_table
+from dspark_train.report.text import factor, fixed, quantity
+from dspark_train.report.views import ModeView
+from dspark_train.run import is_finished
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def write_results(ablation: Ablation, failures: dict[str, str]) -> str:
     Raises:
         UserError: no run is finished.
     """
-    from dspark_train.evaluation.plots import draw_study
+    from dspark_train.report.plots import draw_study
 
     results = collect(ablation)
     if not results:

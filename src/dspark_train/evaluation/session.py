@@ -28,8 +28,8 @@ from dspark_train.evaluation.evaluate import (
 from dspark_train.evaluation.records import RecordFile
 from dspark_train.evaluation.suites import Suite, load_suite
 from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.run import environment, load_run
 from dspark_train.target.frozen import FrozenTarget
-from dspark_train.training.run import environment, load_run
 
 BASELINES = ("plain", "head_off", "prompt_lookup")
 

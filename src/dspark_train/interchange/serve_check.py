@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dspark_train.errors import UserError
-from dspark_train.evaluation.redaction import LEFT_OUT, redact
+from dspark_train.report.redaction import LEFT_OUT, redact
 from dspark_train.structures import DecodingTrace
 
 if TYPE_CHECKING:

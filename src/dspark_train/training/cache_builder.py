@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_train.data.dataset import ExampleStore
-from dspark_train.data.files import file_digest, write_json
 from dspark_train.errors import UserError
+from dspark_train.files import file_digest, write_json
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.feature_cache import (
     MANIFEST,

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dspark_train.data.files import file_digest
 from dspark_train.errors import UserError
+from dspark_train.files import file_digest
 from dspark_train.structures import TargetStates, TokenBatch
 from dspark_train.target.frozen import FrozenTarget
 

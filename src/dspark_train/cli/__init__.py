@@ -1,0 +1,1 @@
+"""The command line: a file per command. The only place that knows every package."""

@@ -1,0 +1,128 @@
+"""The ``calibrate`` command: temperatures of a run's confidences, fitted and judged on real decoding rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dspark_train.errors import UserError
+
+if TYPE_CHECKING:
+    from dspark_train.calibration.report import CalibrationResult
+
+
+def calibrate(
+    run: Path,
+    temperatures: tuple[float, ...] = (0.0, 1.0),
+    prompts: int = 64,
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
+    refresh: bool = False,
+    shift: bool = True,
+    seed: int = 0,
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None,
+) -> None:
+    """Fit the confidence head's bias and one temperature per draft position, so that confidences mean what they say.
+
+    Decodes prompts of the calibration split (to fit) and of the held-out split (to judge), or reuses the rounds
+    that the run already holds. The bias goes into the run's draft; drafts exported before keep theirs, so export
+    again. Writes calibration.json for the first sampling temperature,
+    calibration_LABEL.json for each, calibration_report.json, and reliability diagrams.
+
+    Args:
+        run: folder of a finished run.
+        temperatures: sampling temperatures; 0 is greedy. Each has its own calibration; calibration.json holds
+            that of the first.
+        prompts: prompts of each split to decode at most.
+        max_new_tokens: longest answer, in tokens.
+        batch_size: requests decoded at once.
+        refresh: decode again even where the run holds rounds.
+        shift: fit the bias too, on the rounds of the first sampling temperature; false leaves it as it is.
+        seed: of the sampling.
+        dtype: of target and draft. Left out: float32 on a CPU, else the run's. A CPU that computes in bfloat16 is
+            faster in it with many requests at once.
+    """
+    from dspark_train.calibration.report import (
+        calibrate_traces,
+        choose_shift,
+        shifted,
+        trace_label,
+        write_report,
+    )
+    from dspark_train.report.calibration_plots import plot_reliability
+    from dspark_train.studies.confidence_shift import ShiftedRun
+    from dspark_train.studies.record import RecordedRounds, Recording
+
+    if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
+        raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
+    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size, seed, dtype), refresh=refresh)
+    (run / "plots").mkdir(exist_ok=True)
+    draft = ShiftedRun(run)
+    results: list[CalibrationResult] = []
+    moved = draft.shift
+    for temperature in temperatures:
+        fit, heldout = (
+            shifted(rounds.trace(split, temperature), -draft.shift) for split in ("calibration", "heldout")
+        )
+        if shift and not results:
+            moved = draft.storable(choose_shift(fit))
+        result = calibrate_traces(fit, heldout, moved)
+        label = trace_label(temperature)
+        calibration = result.calibration(f"{_data_name(run)}, calibration split, {label}")
+        calibration.save(run / f"calibration_{label}.json")
+        if not results:
+            calibration.save(run / "calibration.json")
+        plot_reliability(
+            run / "plots" / f"reliability_{label}.png", result.temperatures, result.heldout, temperature
+        )
+        print_result(result)
+        results.append(result)
+    write_report(run / "calibration_report.json", results)
+    draft.move(moved)
+    print(f"wrote {run / 'calibration.json'}, {run / 'calibration_report.json'} and {run / 'plots'}")
+
+
+def print_result(result: CalibrationResult) -> None:
+    """Print what calibration found, as tables."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from dspark_train.calibration.report import trace_label
+
+    held, console = result.heldout, Console()
+    title = f"{trace_label(result.sampling_temperature)}: {result.fit_rounds} rounds to fit, {held.rounds} held out"
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
+    columns = ("position", "T", "ECE % trained", "calibrated", "noise", "Brier trained", "calibrated", "AUC")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for k, temperature in enumerate(result.temperatures):
+        ece = (100 * held.before.ece[k], 100 * held.after.ece[k], 100 * held.after.noise[k])
+        scores = (held.before.brier[k], held.after.brier[k], held.after.auc[k])
+        cells = [
+            f"{temperature:.2f}",
+            *(f"{value:.1f}" for value in ece),
+            *(f"{value:.3f}" for value in scores),
+        ]
+        table.add_row(str(k + 1), *cells)
+    means = (held.before.mean_ece, held.after.mean_ece, held.after.mean_noise)
+    table.add_row("mean", "", *(f"{100 * value:.1f}" for value in means), "", "", "", style="bold")
+    console.print(table)
+    if result.shift:
+        console.print(f"  bias of the confidence head moved by {result.shift:+.3f}: it goes into the draft")
+    for name, part in result.domains.items():
+        before, after, noise = (
+            100 * v for v in (part.before.mean_ece, part.after.mean_ece, part.after.mean_noise)
+        )
+        console.print(
+            f"  {name}: ECE {before:.1f} % → {after:.1f} % ({part.rounds} rounds, noise {noise:.1f} %)"
+        )
+
+
+def _data_name(run: Path) -> str:
+    """Name of the data that the run's prompts come from."""
+    from dspark_train.run import read_config
+
+    return Path(str(read_config(run)["data"]["path"])).name

@@ -1,0 +1,192 @@
+"""One page that compares runs: results in a table, curves in one chart, and the settings that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_train.errors import UserError
+from dspark_train.report import readers, text
+from dspark_train.report.charts import Axis, Bar, Series, bar_chart, by_position, line_chart, percent
+from dspark_train.report.page import Figure, Legend, Page, Section, Table, write
+from dspark_train.report.run_folder import RunFolder
+from dspark_train.report.sections import thin
+from dspark_train.report.views import ModeView
+
+IGNORED = ("run", "name", "default_root_dir", "save_dir", "dirpath", "output")
+"""Last parts of settings that differ between any two runs and say nothing about the recipe."""
+
+
+def comparison_page(runs: Sequence[RunFolder], extra: Sequence[Section] = (), title: str = "") -> Page:
+    """Build the page that compares runs.
+
+    Args:
+        runs: At least two.
+        extra: Sections to put behind the overview (an ablation's plots).
+        title: Title of the page; left out, the names of the runs.
+    """
+    if len(runs) < 2:
+        raise UserError(f"a comparison needs at least two run folders, got {len(runs)}")
+    names = labels(runs)
+    modes = {name: readers.modes(run.decode) for name, run in zip(names, runs, strict=True)}
+    candidates = [
+        _overview(names, runs, modes),
+        *extra,
+        _curves(names, runs),
+        _acceptance(modes),
+        _settings(names, runs),
+    ]
+    sections = [section for section in candidates if section is not None]
+    joined = " · ".join(names) if len(names) <= 4 else f"{len(names)} runs"
+    return Page(title or joined, "Comparison of DSpark runs", _summary(modes), sections=sections)
+
+
+def write_comparison(paths: Sequence[Path], output: Path) -> Path:
+    """Write the page that compares the run folders ``paths``."""
+    return write(comparison_page([RunFolder.load(path) for path in paths]), output)
+
+
+def labels(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the shortest names that tell the runs apart: folders, with parents where those repeat."""
+    parts = [run.path.resolve().parts for run in runs]
+    if len(set(parts)) < len(parts):
+        raise UserError("the same run folder was given twice; a comparison needs different ones")
+    depth = 1
+    while len({p[-depth:] for p in parts}) < len(parts):
+        depth += 1
+    return ["/".join(p[-depth:]) for p in parts]
+
+
+def _mode(modes: Sequence[ModeView], temperature: float) -> ModeView | None:
+    return next((mode for mode in modes if mode.temperature == temperature), None)
+
+
+def _summary(modes: dict[str, list[ModeView]]) -> str:
+    taus = {name: mode.tau for name, found in modes.items() if (mode := _mode(found, 0.0)) is not None}
+    if len(taus) < 2:
+        return ""
+    best, worst = max(taus, key=taus.__getitem__), min(taus, key=taus.__getitem__)
+    return (
+        f"{best} accepts most: {text.fixed(taus[best])} tokens per target step in greedy decoding, "
+        f"{text.fixed(100 * (taus[best] / taus[worst] - 1), 1)}\u202f% more than {worst}."
+    )
+
+
+def _overview(names: Sequence[str], runs: Sequence[RunFolder], modes: dict[str, list[ModeView]]) -> Section:
+    columns: list[tuple[str, Callable[[str, RunFolder], str | None]]] = [
+        ("τ greedy", lambda n, r: _text(_mode(modes[n], 0.0), "tau", text.fixed)),
+        ("τ temperature 1", lambda n, r: _text(_mode(modes[n], 1.0), "tau", text.fixed)),
+        ("Speedup greedy", lambda n, r: _text(_mode(modes[n], 0.0), "speedup", text.factor)),
+        ("Speedup temperature 1", lambda n, r: _text(_mode(modes[n], 1.0), "speedup", text.factor)),
+        ("ECE after", lambda n, r: _ece(r)),
+        ("Layers", lambda n, r: _setting(r, "num_hidden_layers")),
+        ("γ", lambda n, r: _setting(r, "block_size")),
+        ("Head", lambda n, r: _setting(r, "markov_head_type")),
+        (
+            "Taps",
+            lambda n, r: str(len(r.draft["target_layer_ids"])) if r.draft.get("target_layer_ids") else None,
+        ),
+        ("Training", lambda n, r: _training_time(r)),
+    ]
+    filled = [(title, [cell(n, r) for n, r in zip(names, runs, strict=True)]) for title, cell in columns]
+    kept = [(title, cells) for title, cells in filled if any(cell is not None for cell in cells)]
+    rows = [[name, *(cells[i] or "–" for _, cells in kept)] for i, name in enumerate(names)]
+    figures = []
+    for label, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        found = [(name, mode) for name in names if (mode := _mode(modes[name], temperature)) is not None]
+        if len(found) > 1:
+            title = f"Accepted length τ, {label}"
+            bars = [Bar(name, mode.tau, names.index(name)) for name, mode in found]
+            figures.append(Figure(title, bar_chart(title, "One bar a run", bars, text=text.fixed)))
+    table = Table("Runs", ["Run", *(title for title, _ in kept)], rows)
+    return Section(
+        "overview", "Overview", "", "", figures, [table], source="decode.json, draft/config.json and run.json"
+    )
+
+
+def _text(mode: ModeView | None, name: str, write_number: Callable[[float], str]) -> str | None:
+    value = getattr(mode, name, None)
+    return None if value is None else write_number(value)
+
+
+def _ece(run: RunFolder) -> str | None:
+    found = readers.calibration(run.calibration)
+    return text.share(found[0].mean_after) if found and found[0].mean_after is not None else None
+
+
+def _setting(run: RunFolder, name: str) -> str | None:
+    return str(run.draft[name]) if name in run.draft else None
+
+
+def _training_time(run: RunFolder) -> str | None:
+    seconds = readers.fit_seconds(run.run)
+    return text.duration(seconds) if seconds is not None else None
+
+
+def _curves(names: Sequence[str], runs: Sequence[RunFolder]) -> Section | None:
+    charts = [
+        ("val/tau", "Expected accepted length τ, validation", "tokens per round"),
+        ("decode/tau", "Accepted length τ by decoding", "tokens per round"),
+        ("decode/speedup", "Measured speedup while training", "times plain decoding"),
+        ("val/loss", "Validation loss", "loss"),
+    ]
+    figures = []
+    for column, title, unit in charts:
+        series = [
+            Series(name, thin(run.curves[column]), i, dashed=i >= 6, markers=True)
+            for i, (name, run) in enumerate(zip(names, runs, strict=True))
+            if run.curves.get(column)
+        ]
+        if len(series) > 1:
+            drawing = line_chart(title, "One line a run", series, Axis("Optimiser step"), Axis(unit))
+            figures.append(Figure(title, drawing, Legend.of(series)))
+    if not figures:
+        return None
+    return Section("learning", "Learning curves", "", "Learning", figures, source="metrics.csv")
+
+
+def _acceptance(modes: dict[str, list[ModeView]]) -> Section | None:
+    figures = []
+    for label, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        series = [
+            Series(name, by_position(mode.conditional), i, dashed=i >= 6, markers=True)
+            for i, (name, found) in enumerate(modes.items())
+            if (mode := _mode(found, temperature)) is not None and mode.conditional
+        ]
+        if len(series) < 2:
+            continue
+        size = max(len(line.points) for line in series)
+        title = f"Given that all earlier ones were accepted, {label}"
+        x_axis = Axis("Draft position", low=0.5, high=size + 0.5, ticks=tuple(range(1, size + 1)))
+        y_axis = Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
+        drawing = line_chart(title, "One line a run", series, x_axis, y_axis)
+        figures.append(Figure(title, drawing, Legend.of(series)))
+    if not figures:
+        return None
+    return Section("acceptance", "Acceptance by position", "", "Acceptance", figures, source="decode.json")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, str]:
+    """Return a nested configuration as dotted keys and texts."""
+    if isinstance(config, dict):
+        flat: dict[str, str] = {}
+        for key, value in config.items():
+            flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        return flat
+    return {prefix: str(config)}
+
+
+def _settings(names: Sequence[str], runs: Sequence[RunFolder]) -> Section | None:
+    flat = [flatten(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for config in flat for key in config))
+    rows = [
+        [key, *(config.get(key, "–") for config in flat)]
+        for key in keys
+        if key.rsplit(".", 1)[-1] not in IGNORED and len({config.get(key) for config in flat}) > 1
+    ]
+    if not rows:
+        return None
+    columns = tuple(range(1, len(names) + 1))
+    table = Table("By run", ["Setting", *names], rows, text_columns=columns)
+    return Section("settings", "Settings that differ", "", "Settings", tables=[table], source="config.yaml")

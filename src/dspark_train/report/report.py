@@ -1,0 +1,175 @@
+"""The report of a run: one HTML page in which every number comes from a file of that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_train.report import readers, sections, study_sections, text
+from dspark_train.report.page import Fact, Page, Section, write
+from dspark_train.report.run_folder import RunFolder
+from dspark_train.report.suite_section import suites_section
+from dspark_train.report.views import CalibrationView, ModeView
+
+_Format = Callable[[Any], str]
+
+
+def run_page(run: RunFolder) -> Page:
+    """Build the page of one run; sections whose files are missing are left out."""
+    modes = readers.modes(run.decode)
+    calibrations = readers.calibration(run.calibration)
+    sweeps = readers.sweeps(run.studies.get("threshold_sweep", {}))
+    loads = readers.loads(run.studies.get("simulate", {}))
+    found: list[Section | None] = [
+        sections.learning(run.curves),
+        sections.acceptance(modes, readers.acceptances(run.studies.get("acceptance", {}))),
+        sections.speed(modes, run.decode.get("batch_size")),
+        *(suites_section(name, value) for name, value in run.evaluations.items()),
+        study_sections.reliability(calibrations),
+        study_sections.threshold(sweeps, "studies/threshold_sweep.json"),
+        study_sections.drift(readers.drift(run.studies.get("online", {}))),
+        study_sections.load(loads, "studies/simulate.json"),
+        sections.examples(run.decode.get("examples", [])),
+        sections.recipe(settings(run), run.config_text),
+    ]
+    return Page(
+        title=run.name,
+        kicker=_kicker(run),
+        summary=summary(modes, calibrations),
+        facts=facts(run, modes, calibrations),
+        sections=[section for section in found if section is not None],
+        footer=_footer(run),
+    )
+
+
+def write_report(path: Path, output: Path | None = None) -> Path:
+    """Write ``report.html`` of the run folder ``path`` (or to ``output``) and return where it lies."""
+    return write(run_page(RunFolder.load(path)), output or path / "report.html")
+
+
+def summary(modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) -> str:
+    """Say in two or three sentences what the run achieved."""
+    parts = []
+    greedy = next((mode for mode in modes if mode.temperature == 0), None)
+    if greedy is not None:
+        sentence = (
+            f"With this draft the target commits {text.fixed(greedy.tau)} tokens per step in greedy decoding"
+        )
+        if greedy.speedup is not None:
+            sentence += f" and answers {text.factor(greedy.speedup)} as fast as it does alone"
+        parts.append(sentence + ".")
+        if greedy.identical is not None and greedy.prompts:
+            same = greedy.identical == greedy.prompts
+            count = f"all {greedy.prompts}" if same else f"{greedy.identical} of {greedy.prompts}"
+            rest = "; the rest differs within rounding" if not same and greedy.divergences == 0 else ""
+            parts.append(f"Its output is token for token the target's own on {count} prompts{rest}.")
+    if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
+        before, after = text.share(calibrations[0].mean_before), text.share(calibrations[0].mean_after)
+        parts.append(f"Its confidences are off by {after} on average after calibration ({before} before).")
+    return " ".join(parts)
+
+
+def facts(run: RunFolder, modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) -> list[Fact]:
+    """The figures on top of the page."""
+    found: list[Fact] = []
+    for mode in modes:
+        note = "tokens per target step" + (f", {mode.prompts} prompts" if mode.prompts else "")
+        found.append(Fact(f"Accepted length τ, {mode.name.lower()}", text.fixed(mode.tau), note))
+    for mode in modes:
+        if mode.speedup is not None:
+            found.append(Fact(f"Speedup, {mode.name.lower()}", text.factor(mode.speedup), _speed_note(mode)))
+    greedy = next((mode for mode in modes if mode.temperature == 0 and mode.identical is not None), None)
+    if greedy is not None and greedy.prompts:
+        same = greedy.identical == greedy.prompts
+        rounding = not same and greedy.divergences == 0
+        note = "the rest differs within rounding" if rounding else "greedy output equals plain decoding"
+        count = f"{greedy.identical} of {greedy.prompts}"
+        found.append(Fact("Identical output", count, note, good=same or rounding))
+    if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
+        note = f"from {text.share(calibrations[0].mean_before)} as trained"
+        found.append(Fact("Calibration error (ECE)", text.share(calibrations[0].mean_after), note))
+    seconds = readers.fit_seconds(run.run)
+    if seconds is not None:
+        found.append(Fact("Training time", text.duration(seconds), _steps_note(run)))
+    memory = max((value for _, value in run.curves.get("memory_gib", [])), default=None)
+    if memory is not None:
+        found.append(Fact("Peak memory", text.size(memory * 2**30), "while training"))
+    return found
+
+
+def _speed_note(mode: ModeView) -> str:
+    parts = []
+    if mode.plain_rate is not None and mode.rate is not None:
+        parts.append(f"{mode.plain_rate:.1f} → {mode.rate:.1f} tokens/s")
+    if mode.speedup_low is not None and mode.speedup_high is not None:
+        parts.append(f"{text.interval(mode.speedup_low, mode.speedup_high)} {mode.spread}".rstrip())
+    return "; ".join(parts)
+
+
+def _steps_note(run: RunFolder) -> str:
+    last = max(
+        (curve[-1][0] for name, curve in run.curves.items() if name.startswith("train/") and curve),
+        default=None,
+    )
+    return f"{last + 1:,.0f} steps" if last else ""  # steps are counted from 0 there
+
+
+def _kicker(run: RunFolder) -> str:
+    target = run.config.get("target", {}).get("name_or_path")
+    return f"DSpark draft for {Path(str(target)).name}" if target else "DSpark draft"
+
+
+def _footer(run: RunFolder) -> str:
+    versions = run.run.get("versions", {})
+    parts = [f"{name} {version}" for name, version in versions.items() if name in SHOWN_VERSIONS]
+    if run.run.get("commit"):
+        parts.append(f"commit {run.run['commit']}")
+    if run.run.get("machine"):
+        parts.append(str(run.run["machine"]))
+    return " · ".join(parts)
+
+
+SHOWN_VERSIONS = ("dspark-train", "torch", "transformers", "lightning")
+
+DRAFT_SETTINGS: tuple[tuple[str, str, _Format], ...] = (
+    ("Draft layers", "num_hidden_layers", str),
+    ("Block size γ", "block_size", str),
+    ("Sequential head", "markov_head_type", str),
+    ("Markov rank", "markov_rank", str),
+    ("Tapped target layers", "target_layer_ids", lambda ids: ", ".join(map(str, ids))),
+    ("Draft vocabulary", "draft_vocab_size", lambda count: f"{text.quantity(count)} tokens"),
+    ("Confidence head", "enable_confidence_head", lambda on: "yes" if on else "no"),
+    ("Stored as", "dtype", str),
+)
+"""Rows of the recipe from ``draft/config.json``: label, key, how it is written."""
+
+RECIPE_SETTINGS: tuple[tuple[str, str, _Format], ...] = (
+    ("Optimiser steps", "trainer.max_steps", lambda count: f"{count:,}"),
+    ("Global batch", "data.global_batch_size", lambda count: f"{count:,} sequences"),
+    ("Longest sequence", "data.max_length", lambda count: f"{count:,} tokens"),
+    ("Anchors per sequence", "data.num_anchors", lambda count: f"up to {count:,}"),
+    ("Optimiser", "optimizer.name", str),
+    ("Learning rate", "optimizer.lr", lambda rate: f"{rate:g}"),
+    ("Precision", "trainer.precision", str),
+    ("Seed", "seed_everything", str),
+)
+"""Rows of the recipe from ``config.yaml``."""
+
+
+def settings(run: RunFolder) -> list[tuple[str, str]]:
+    """The main settings of the recipe; those that no file of the run states are left out."""
+    found = [
+        (label, write_value(value))
+        for label, key, write_value in DRAFT_SETTINGS
+        if (value := run.draft.get(key)) not in (None, 0)
+    ]
+    if run.trained_parameters:
+        found.append(("Trained parameters", text.quantity(run.trained_parameters)))
+    for label, key, write_value in RECIPE_SETTINGS:
+        node: Any = run.config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is not None:
+            found.append((label, write_value(node)))
+    return found

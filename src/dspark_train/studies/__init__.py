@@ -1,0 +1,1 @@
+"""Studies of recorded rounds: acceptance, thresholds, drift, the target's throughput, and load simulation."""

@@ -1,0 +1,197 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dspark_train.calibration.io import Calibration
+from dspark_train.calibration.report import shifted
+from dspark_train.cli.calibrate import calibrate
+from dspark_train.cli.studies import run_temperatures, simulate, studies
+from dspark_train.decoding.cost import CostTable
+from dspark_train.errors import UserError
+from dspark_train.structures import DecodingTrace
+from dspark_train.studies.record import RecordedRounds, Recording
+
+GAMMA = 3
+
+
+def trace(seed, requests=20, rounds=60, sampling=0.0):
+    """Over-confident rounds of two domains: logits are twice what is true."""
+    generator = torch.Generator().manual_seed(seed)
+    honest = 0.8 + 1.5 * torch.randn(requests, rounds, GAMMA, generator=generator)
+    accepted = (torch.rand(honest.shape, generator=generator) < honest.sigmoid()).long().cumprod(2).sum(2)
+    committed = accepted + 1
+    anchor = 10 + committed.cumsum(1) - committed
+    return DecodingTrace(
+        request=torch.arange(requests).repeat_interleave(rounds),
+        anchor=anchor.flatten(),
+        proposed=torch.zeros(requests * rounds, GAMMA, dtype=torch.int64),
+        confidence_logits=2 * honest.flatten(0, 1),
+        verify_length=torch.full((requests * rounds,), GAMMA),
+        accepted=accepted.flatten(),
+        committed=committed.flatten(),
+        temperature=sampling,
+        domains=("math", "chat") * (requests // 2),
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that holds recorded rounds, so that no model is needed."""
+    folder = tmp_path / "run"
+    (folder / "traces").mkdir(parents=True)
+    (folder / "config.yaml").write_text("data:\n  path: somewhere/conversations.jsonl\n")
+    for seed, (split, label, sampling) in enumerate(
+        (split, label, sampling)
+        for split in ("calibration", "heldout")
+        for label, sampling in (("greedy", 0.0), ("t1.0", 1.0))
+    ):
+        trace(seed, sampling=sampling).save(folder / "traces" / f"{split}_{label}.safetensors")
+    return folder
+
+
+def cost_table(folder):
+    seconds = (0.010, 0.011, 0.05)
+    (folder / "studies").mkdir(exist_ok=True)
+    CostTable(64, (1, 8, 128), seconds, seconds, seconds).save(folder / "studies" / "cost_table.json")
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_calibrate_writes_what_the_contract_names(run, capsys):
+    calibrate(run)
+    main, greedy, sampled = (
+        Calibration.load(run / f"calibration{name}.json", GAMMA) for name in ("", "_greedy", "_t1.0")
+    )
+    assert main == greedy != sampled
+    assert main.dataset == "conversations.jsonl, calibration split, greedy"
+    assert main.num_samples == 1200
+    assert main.ece_after < main.ece_before - 0.02
+    assert all(1.4 < value < 3 for value in main.temperatures)
+    report = read(run / "calibration_report.json")
+    assert report["temperatures"] == list(main.temperatures)
+    assert report["others"][0]["sampling_temperature"] == 1.0
+    assert set(report["domains"]) == {"math", "chat"}
+    assert (run / "plots" / "reliability_greedy.png").is_file()
+    assert (run / "plots" / "reliability_t1.0.png").is_file()
+    assert "ECE" in capsys.readouterr().out
+
+
+def test_calibrate_for_one_sampling_temperature(run):
+    calibrate(run, temperatures=(1.0,))
+    assert Calibration.load(run / "calibration.json") == Calibration.load(run / "calibration_t1.0.json")
+    assert not (run / "calibration_greedy.json").exists()
+
+
+def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
+    """Again and again: from the rounds as trained, whatever the draft's bias is by now."""
+    weights = run / "draft" / "model.safetensors"
+    weights.parent.mkdir()
+    tensors = {
+        "confidence_head.proj.bias": torch.tensor([0.5], dtype=torch.bfloat16),
+        "fc.weight": torch.ones(2, 3),
+    }
+    save_file(tensors, weights)
+    recorded = run / "traces" / "heldout_t1.0.safetensors"
+    before = DecodingTrace.load(recorded)
+    moved = dataclasses.replace(before, confidence_logits=before.confidence_logits + 1.5)
+    for path in (run / "traces").glob("*.safetensors"):
+        shifted(DecodingTrace.load(path), 1.5).save(path)
+    first = None
+    for _ in range(2):
+        calibrate(run)
+        report = read(run / "calibration_report.json")
+        shift = read(run / "run.json")["confidence_shift"]
+        assert shift == report["confidence_shift"] == report["others"][0]["confidence_shift"]
+        assert shift == pytest.approx(-1.5, abs=0.4)
+        after = load_file(weights)
+        assert float(after["confidence_head.proj.bias"]) == 0.5 + shift
+        assert torch.equal(after["fc.weight"], tensors["fc.weight"])
+        logits = DecodingTrace.load(recorded).confidence_logits
+        torch.testing.assert_close(logits, moved.confidence_logits + shift, rtol=0, atol=1e-5)
+        first = first or report
+    assert report["mean_ece_before"] == pytest.approx(first["mean_ece_before"], abs=1e-4)
+    assert report["mean_ece_after"] == pytest.approx(first["mean_ece_after"], abs=5e-3)
+    calibrate(run, shift=False)
+    assert float(load_file(weights)["confidence_head.proj.bias"]) == float(after["confidence_head.proj.bias"])
+
+
+def test_studies_write_tables_and_plots(run, capsys):
+    studies(run)
+    assert run_temperatures(run, 0.0, GAMMA) is None
+    raw = read(run / "studies" / "threshold_sweep.json")
+    assert raw["temperatures"] is None
+    assert list(raw["groups"]) == ["all", "chat", "math"]
+    calibrate(run)
+    studies(run)
+    sweep = read(run / "studies" / "threshold_sweep.json")
+    assert sweep["temperatures"] == run_temperatures(run, 0.0, GAMMA) != None  # noqa: E711
+    points = sweep["groups"]["all"]
+    assert points[0]["threshold"] == 0
+    assert points[-1]["acceptance_rate"] > points[0]["acceptance_rate"] + 0.2
+    acceptance = read(run / "studies" / "acceptance.json")["groups"]["all"]
+    assert len(acceptance["conditional"]) == GAMMA
+    reliability = read(run / "studies" / "reliability.json")
+    assert reliability["mean_ece_after"] < reliability["mean_ece_before"]
+    drift = read(run / "studies" / "online.json")
+    assert {drift["first"], drift["second"]} == {"chat", "math"}
+    assert drift["points"][-1]["rounds"] == 1200
+    for name in ("threshold_sweep", "acceptance", "reliability_greedy", "online"):
+        assert (run / "plots" / f"{name}.png").stat().st_size > 5000
+    assert "Threshold sweep" in capsys.readouterr().out
+
+
+def test_simulate_writes_a_table_and_a_plot(run, capsys):
+    cost_table(run)
+    simulate(run, requests=(1, 4, 32))
+    content = read(run / "studies" / "simulate.json")
+    assert content["context"] == 64
+    assert content["measured_rows"] == 128
+    assert list(content["policies"]) == [
+        "plain", "one draft token", "fixed 3", "threshold 0.5", "scheduled", "asynchronous",
+    ]  # fmt: skip
+    assert [point["requests"] for point in content["policies"]["plain"]] == [1, 4, 32]
+    assert content["policies"]["plain"][0]["throughput"] == pytest.approx(100)
+    assert (run / "plots" / "simulate.png").stat().st_size > 5000
+    assert "scheduled" in capsys.readouterr().out
+
+
+def test_simulate_without_costs(run):
+    with pytest.raises(UserError, match="dspark-train profile"):
+        simulate(run)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: calibrate(run / "none"), "no such folder"),
+        (lambda run: calibrate(run, temperatures=()), "at least one"),
+        (lambda run: calibrate(run, temperatures=(1.0, 1.0)), "different"),
+        (lambda run: calibrate(run, temperatures=(-1.0,)), "≥ 0"),
+        (lambda run: calibrate(run, prompts=0), r"prompts \(0\)"),
+        (lambda run: studies(run, max_new_tokens=1), r"max_new_tokens\s+\(1\)"),
+        (lambda run: simulate(run, requests=(0, 1)), "at least 1"),
+    ],
+)
+def test_bad_options(run, call, message):
+    with pytest.raises(UserError, match=message):
+        call(run)
+
+
+def test_recorded_rounds_are_reused_and_missing_ones_are_decoded(run, monkeypatch, capsys):
+    rounds = RecordedRounds(run, Recording())
+    monkeypatch.setattr(rounds, "_open", lambda: pytest.fail("models were loaded for rounds that exist"))
+    assert len(rounds.trace("heldout", 0.0).request) == 1200
+    assert "heldout: 1200 rounds of" in capsys.readouterr().out
+    rounds.path("heldout", 0.0).unlink()
+    monkeypatch.setattr(rounds, "_open", lambda: (_ for _ in ()).throw(KeyError("opened")))
+    with pytest.raises(KeyError, match="opened"):
+        rounds.trace("heldout", 0.0)
+    again = RecordedRounds(run, Recording(), refresh=True)
+    monkeypatch.setattr(again, "_open", lambda: (_ for _ in ()).throw(KeyError("opened")))
+    with pytest.raises(KeyError, match="opened"):
+        again.trace("calibration", 0.0)
