@@ -22,16 +22,22 @@ lint: $(VENV)/.installed-dev
 
 setup: $(VENV)/.installed-dev
 
+# Run a command, and say every twenty seconds that it still runs.
+define aloud
+	@echo "$(1)"; (while sleep 20; do echo "  … $(1)"; done) & ticker=$$!; \
+	$(2); status=$$?; kill $$ticker; exit $$status
+endef
+
 $(VENV)/.installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv $(VENV)
+	$(call aloud,installing PyTorch into $(VENV) (half a minute to several),$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)")
+	$(call aloud,installing dspark-train and what it needs (a minute or two),$(BIN)/pip install --quiet --disable-pip-version-check --editable .)
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	touch $@
+	$(call aloud,installing the development tools,$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]")
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info src/*.egg-info

@@ -17,6 +17,8 @@ ORDER = (
     "structures",
     "errors",
     "files",
+    "progress",
+    "machine",
     "data",
     "target",
     "draft",

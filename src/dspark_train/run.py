@@ -31,6 +31,8 @@ class RunConfig:
     Args:
         folder: the run's folder; everything about the run is in it.
         overwrite: delete what an earlier run left in ``folder``.
+        minutes: time that the whole command may take, what follows training included. Training then makes as many
+            steps as the machine's pace allows, never more than the recipe has, and the schedule follows.
         save_every: optimiser steps between checkpoints; 0 saves at the end only.
         after: stages that run by themselves once training has ended and the draft is exported.
         options: arguments of those stages, by stage, named as on their own command lines.
@@ -38,6 +40,7 @@ class RunConfig:
 
     folder: str = "checkpoints/run"
     overwrite: bool = False
+    minutes: float | None = None
     save_every: int = 0
     after: list[Stage] = field(default_factory=lambda: ["calibrate", "decode", "report"])
     options: dict[Stage, dict[str, Any]] = field(default_factory=dict)
@@ -95,8 +98,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
+    if isinstance(old, dict) and isinstance(new, dict) and old and new:
+        keys = [key for key in old if key in new]  # both are whole: what one lacks belongs to another version
         return [
             name
             for key in keys
@@ -193,7 +196,7 @@ def load_run(run: Path, dtype: Literal["auto", "bfloat16", "float32"] | None = N
     settings = TargetConfig(**config["target"])
     if dtype is not None:
         settings.dtype = dtype
-    target = FrozenTarget.load(settings)
+    target = FrozenTarget.load(settings, rows=config["draft"]["block_size"] + 1)
     draft: Any = DSparkDraft.load(run / "draft", dtype=target.dtype)
     draft.to(target.device).eval()
     draft.borrow(target)

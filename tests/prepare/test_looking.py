@@ -15,6 +15,7 @@ from dspark_train.data.dataset import PreparedSet
 from dspark_train.data.options import SplitShares
 from dspark_train.decoding.decoder import Decoder
 from dspark_train.errors import UserError
+from dspark_train.machine import Choice
 from dspark_train.prepare.looking import SUPERVISED, coloured, examples_of, print_example, print_stats
 from dspark_train.prepare.regenerate import Regenerate
 from dspark_train.prepare.sources import Source
@@ -98,7 +99,7 @@ def test_prepare_lets_a_target_answer_in_this_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # float32 on every machine: in bfloat16 a tie may fall otherwise in a batch of five than alone
-    monkeypatch.setattr("dspark_train.target.frozen.has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr("dspark_train.target.frozen.choose_form", lambda *_: Choice("", "float32"))
     target = str(write_target(tmp_path / "target"))
     rows = [{"messages": [{"role": "user", "content": f"w{index} w{index + 1}"}]} for index in range(12)]
     path = write_rows(tmp_path / "prompts.jsonl", rows)

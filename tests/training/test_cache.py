@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,28 +17,32 @@ from dspark_train.data.module import collate
 from dspark_train.errors import UserError
 from dspark_train.structures import TargetStates, TokenBatch
 from dspark_train.target.frozen import FrozenTarget
-from dspark_train.training import cache_builder
-from dspark_train.training.cache_builder import LENGTH_STEP, CacheBuilder, CacheFeatures
+from dspark_train.training import feature_cache
+from dspark_train.training.cache_builder import CacheFeatures
 from dspark_train.training.feature_cache import (
-    MANIFEST,
+    LENGTH_STEP,
     FeatureCache,
+    cache_bytes,
+    check_disk,
     decode_fp8,
-    digest_tokens,
+    digest_sample,
     encode_fp8,
-    estimate_cache,
     identity_of,
 )
 from dspark_train.training.objective import target_logsumexp
+from dspark_train.training.states import LiveStates
 
 STORE = tiny.MemoryStore(12, 5)
 
 
-def build(folder: Path, target: Any = None, **options: Any) -> FeatureCache:
-    builder = CacheBuilder(
-        folder, target or tiny.tiny_target(), [STORE], **({"shard_tokens": 120, "batch_tokens": 1} | options)
-    )
-    builder.build()
-    return builder.finish()
+def build(folder: Path, target: Any = None, storage: Any = "exact") -> FeatureCache:
+    """A cache that was asked for every sample once, one at a time, and computes no more."""
+    target = target or tiny.tiny_target()
+    cache = FeatureCache(folder, identity_of(target, storage), target)
+    for index in range(len(STORE)):
+        cache.states(collate(STORE, [index]), "cpu")
+    cache.target = None
+    return cache
 
 
 def fresh_states(tokens: TokenBatch) -> TargetStates:
@@ -100,7 +105,7 @@ def test_training_from_the_cache_equals_training_beside_the_target(tmp_path: Pat
         trainer = tiny.tiny_trainer(tmp_path, callbacks=callbacks, max_steps=4)
         module = tiny.fit(tiny.tiny_module(**recipe), tiny.TinyData(16), trainer)
         weights.append(tiny.weights_of(module))
-        assert "feature_cache" not in module.outside
+        assert isinstance(module.source, LiveStates)
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -133,43 +138,82 @@ def test_one_place_serves_other_taps_and_other_targets(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "caches").iterdir()] == [identity.short]
 
 
-def test_building_continues_after_an_interruption(tmp_path: Path, monkeypatch: Any) -> None:
-    build(tmp_path / "whole")
-    interrupted = CacheBuilder(
-        tmp_path / "part", tiny.tiny_target(), [STORE], shard_tokens=120, batch_tokens=1
+def test_only_what_a_step_asks_for_is_computed(tmp_path: Path) -> None:
+    """Two steps of eight of forty samples: the rest is never run."""
+    callback = CacheFeatures(str(tmp_path / "cache"))
+    tiny.fit(
+        tiny.tiny_module(), tiny.TinyData(40), tiny.tiny_trainer(tmp_path, callbacks=[callback], max_steps=2)
     )
-    written: list[int] = []
-    original = CacheBuilder._write
-
-    def fail_at_the_third(self: CacheBuilder, number: int) -> None:
-        if number == 2 and len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(number)
-        original(self, number)
-
-    monkeypatch.setattr(CacheBuilder, "_write", fail_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        interrupted.build()
-    with pytest.raises(UserError, match="no finished feature cache"):
-        FeatureCache(tmp_path / "part", interrupted.identity)
-    written.append(-1)
-    interrupted.build()
-    assert written[:3] == [0, 1, -1]
-    assert 0 not in written[3:]
-    interrupted.finish()
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "part" / path.name).read_bytes() == path.read_bytes()
+    assert len(FeatureCache(tmp_path / "cache", identity_of(tiny.tiny_target()))) == 16
 
 
-def test_ranks_share_the_work(tmp_path: Path) -> None:
-    build(tmp_path / "one")
-    builders = [
-        CacheBuilder(tmp_path / "two", tiny.tiny_target(), [STORE], shard_tokens=120, batch_tokens=1)
-    ] * 2
-    for rank, builder in enumerate(builders):
-        builder.build(rank, 2)
-    builders[0].finish()
-    assert (tmp_path / "two" / MANIFEST).read_text() == (tmp_path / "one" / MANIFEST).read_text()
+def test_a_kill_loses_nothing_that_was_written(tmp_path: Path, monkeypatch: Any) -> None:
+    target = tiny.tiny_target()
+    cache = FeatureCache(tmp_path, identity_of(target), target)
+    cache.states(collate(STORE, [0, 1, 2]), "cpu")
+
+    def dies(tensors: Any, path: str) -> None:
+        Path(path).write_bytes(b"half a file")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_cache, "save_file", dies)
+        with pytest.raises(KeyboardInterrupt):
+            cache.states(collate(STORE, [3, 4]), "cpu")
+    again = FeatureCache(tmp_path, identity_of(target), target)
+    assert len(again) == 3
+    passes: list[Any] = []
+    original = target.states
+    monkeypatch.setattr(target, "states", lambda ids: passes.append(ids) or original(ids))
+    again.states(collate(STORE, [0, 2]), "cpu")
+    assert not passes
+    again.states(collate(STORE, [2, 3, 4]), "cpu")
+    assert [len(ids) for ids in passes] == [2]
+
+
+def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Resumed, it must be computed in the same company again: other company may round otherwise."""
+    target = tiny.tiny_target()
+    cache = FeatureCache(tmp_path, identity_of(target), target, pass_tokens=32)
+    cache.states(collate(STORE, [0, 1, 2, 3]), "cpu")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert len(cache) == 4
+
+
+def test_a_rank_finds_what_another_has_written(tmp_path: Path) -> None:
+    target = tiny.tiny_target()
+    one, two = (FeatureCache(tmp_path, identity_of(target), target) for _ in range(2))
+    one.states(collate(STORE, [0, 1]), "cpu")
+    two.target = None
+    assert torch.equal(
+        two.states(collate(STORE, [1, 0]), "cpu").features, one.states(collate(STORE, [1, 0]), "cpu").features
+    )
+
+
+def test_ranks_of_a_sharded_target_take_part_in_every_pass(tmp_path: Path, monkeypatch: Any) -> None:
+    """Where another rank lacks a sample, this one runs a pass beside it, and writes nothing."""
+    target, passes = tiny.tiny_target(), []
+    cache = FeatureCache(tmp_path, identity_of(target), target, together=lambda own: True)
+    original = target.states
+    monkeypatch.setattr(target, "states", lambda ids: passes.append(ids) or original(ids))
+    for _ in range(2):
+        cache.states(collate(STORE, [0, 1]), "cpu")
+    assert len(passes) == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_the_pace_of_filling_is_known(tmp_path: Path) -> None:
+    cache = build(tmp_path)
+    assert cache.filling.tokens == cache.filling.held == int(STORE.lengths.sum())
+    assert cache.filling.seconds > 0
+    opened = FeatureCache(tmp_path, cache.identity)
+    assert (opened.filling.tokens, opened.filling.held) == (0, int(STORE.lengths.sum()))
+
+
+def test_a_cache_of_an_earlier_version_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="format of an earlier version: delete it"):
+        FeatureCache(tmp_path, identity_of(tiny.tiny_target()))
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -210,37 +254,25 @@ def test_another_target_other_taps_and_other_data_are_refused(tmp_path: Path) ->
         FeatureCache(tmp_path, identity_of(tiny.tiny_target(), "fp8"))
     with pytest.raises(UserError, match="sample 0 is not in the feature cache"):
         cache.states(collate(tiny.MemoryStore(2, 77), [0]), "cpu")
-    (tmp_path / MANIFEST).unlink()
     with pytest.raises(UserError, match="made from something else"):
         build(tmp_path, tiny.tiny_target(seed=1))
-    with pytest.raises(UserError, match="made from other data"):
-        CacheBuilder(
-            tmp_path, tiny.tiny_target(), [tiny.MemoryStore(12, 6)], shard_tokens=120, batch_tokens=1
-        ).build()
-
-
-def test_a_callback_refuses_a_cache_that_lacks_samples(tmp_path: Path) -> None:
-    build(tmp_path / "cache")
-    trainer = tiny.tiny_trainer(tmp_path, callbacks=[CacheFeatures(str(tmp_path / "cache"))])
-    with pytest.raises(UserError, match="built from other data"):
-        tiny.fit(tiny.tiny_module(), tiny.TinyData(16), trainer)
 
 
 def test_the_size_is_known_beforehand_and_compared_with_the_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    tokens = int(STORE.lengths.sum())
     for storage in ("exact", "fp8"):
-        cache = build(tmp_path / storage, storage=storage, shard_tokens=10_000)
-        estimate = estimate_cache(tiny.tiny_target(), STORE.lengths, storage)
+        build(tmp_path / storage, storage=storage)
+        estimate = cache_bytes(tiny.tiny_target(), tokens, storage)  # type: ignore[arg-type]
         stored = sum(path.stat().st_size for path in shard_files(tmp_path / storage))
-        assert abs(stored - estimate.bytes) < 2_000
-        assert cache.tokens == estimate.tokens
+        assert abs(stored - estimate) < 1_000 * len(STORE)  # a header for every file
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(cache_builder.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    builder = CacheBuilder(tmp_path / "new", tiny.tiny_target(), [STORE])
+    monkeypatch.setattr(feature_cache.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match=r"needs .* GiB, but its disk has only"):
-        builder.check_disk()
+        check_disk(tmp_path / "new", estimate)
+    callback = CacheFeatures(str(tmp_path / "new"))
+    with pytest.raises(UserError, match=r"needs .* GiB, but its disk has only"):
+        tiny.fit(tiny.tiny_module(), tiny.TinyData(16), tiny.tiny_trainer(tmp_path, callbacks=[callback]))
     assert not (tmp_path / "new").exists()
-    monkeypatch.undo()
-    assert (builder.check_disk().seconds or 0) > 0
 
 
 def test_fp8_keeps_three_significant_bits(tmp_path: Path) -> None:
@@ -258,24 +290,24 @@ def test_fp8_keeps_three_significant_bits(tmp_path: Path) -> None:
     assert torch.equal(cached.last_hidden, fresh.last_hidden)
 
 
-def test_a_shared_sample_of_two_splits_is_stored_once_with_both_masks(tmp_path: Path) -> None:
-    import dataclasses
-
+def test_a_sample_with_another_mask_has_normalisers_of_its_own(tmp_path: Path) -> None:
     first = STORE[0]
-    second = dataclasses.replace(first, loss_mask=np.ones_like(first.loss_mask))
     store = tiny.MemoryStore(1, 0)
-    store.examples = [first, second]
-    builder = CacheBuilder(tmp_path, tiny.tiny_target(), [store])
-    builder.build()
-    cache = builder.finish()
-    assert len(cache) == 1
-    assert int(cache.logsumexp(collate(store, [0]), "cpu").isnan().sum()) == 1
-    assert digest_tokens(first.input_ids) == digest_tokens(first.input_ids.astype(np.int64))
+    store.examples = [first, dataclasses.replace(first, loss_mask=np.ones_like(first.loss_mask))]
+    target = tiny.tiny_target()
+    cache = FeatureCache(tmp_path, identity_of(target), target)
+    for index in range(2):
+        asked = store.loss_mask(index)
+        level = cache.logsumexp(collate(store, [index]), "cpu")[0]
+        assert torch.equal(~level.isnan()[:-1], torch.from_numpy(asked[:-1] & asked[1:]))
+    ids = first.input_ids
+    assert digest_sample(ids, first.loss_mask) == digest_sample(ids.astype(np.int64), first.loss_mask)
 
 
-def test_the_manifest_says_what_the_cache_holds(tmp_path: Path) -> None:
+def test_every_file_says_what_it_was_made_from(tmp_path: Path) -> None:
     build(tmp_path)
-    content = json.loads((tmp_path / MANIFEST).read_text())
-    assert content["identity"]["target_name"] == "tiny"
-    assert content["identity"]["layer_ids"] == [0, 1, 3]
-    assert all(len(shard["sha256"]) == 64 for shard in content["shards"])
+    for path in shard_files(tmp_path):
+        record = json.loads(path.with_suffix(".json").read_text())
+        assert record["identity"]["target_name"] == "tiny"
+        assert record["identity"]["layer_ids"] == [0, 1, 3]
+        assert len(record["sha256"]) == 64

@@ -14,7 +14,7 @@ from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.target.config import TargetConfig
 from dspark_train.training.module import DSparkModule, choose_vocabulary
-from dspark_train.training.optimizer import OptimizerConfig, schedule
+from dspark_train.training.optimizer import OptimizerConfig, Schedule, orthogonalise
 from dspark_train.training.terms import ObjectiveConfig
 
 
@@ -109,7 +109,7 @@ def test_one_sequence_does_not_move_anothers_loss(tmp_path: Path) -> None:
     run.fit(module, datamodule=data)
     batch = next(iter(data.val_dataloader()))
     prepared = module.on_before_batch_transfer(batch, 0)
-    states = module.states(prepared)
+    states = module._states(prepared.batch.tokens)
     output = module.draft(states.features, batch.blocks)
     changed = states.features.clone()
     changed[1] += 1.0
@@ -159,7 +159,7 @@ def test_choose_vocabulary_by_hand() -> None:
 
 
 def test_schedule_by_hand() -> None:
-    factor = schedule(100, 0.04)
+    factor = Schedule(100, 0.04).factor
     assert [factor(step) for step in (0, 1, 3)] == [0.25, 0.5, 1.0]
     assert factor(4) == 1.0
     assert factor(52) == pytest.approx(0.5)
@@ -183,3 +183,29 @@ def test_perfect_and_hopeless_drafts_by_hand() -> None:
         assert float(values["tau"]) == pytest.approx(tau)
         assert float(values["confidence_error"]) == pytest.approx(0.0, abs=1e-6)
         assert float(values["accept_2"]) == pytest.approx(1 - l1 / 2)
+
+
+def test_muon_is_pytorchs_and_its_iterations_need_no_bfloat16() -> None:
+    """The same steps as the library's, in bfloat16; in float32, nearer to the exact polynomial than those."""
+    from torch.optim import Muon as Library
+
+    from dspark_train.training.optimizer import Muon
+
+    torch.manual_seed(0)
+    start, gradients = torch.randn(24, 40), [torch.randn(24, 40) for _ in range(4)]
+    ends = []
+    for kind in (Library, Muon):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind([weight], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-6)
+    settings = ((3.4445, -4.775, 2.0315), 5, 1e-7)
+    exact, single, half = (
+        orthogonalise(gradients[0].double(), *settings, dtype)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    )
+    assert (single - exact).norm() < 1e-5 * exact.norm()
+    assert (half - exact).norm() < 0.1 * exact.norm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,18 @@ import pytest
 import tiny
 import torch
 
+from dspark_train.data.module import collate
 from dspark_train.errors import UserError
+from dspark_train.structures import TokenBatch
 from dspark_train.training.cache_builder import CacheFeatures
 from dspark_train.training.starting import gather_samples
 
 LINEAR: dict[str, Any] = {"init": "linear"}
+
+
+def batches_of(store: tiny.MemoryStore) -> Iterator[TokenBatch]:
+    for start in range(0, len(store), 8):
+        yield collate(store, list(range(start, min(start + 8, len(store)))))
 
 
 def states_of(target: Any) -> Any:
@@ -22,7 +30,7 @@ def states_of(target: Any) -> Any:
 
 def test_samples_are_the_anchors_whose_next_tokens_are_all_supervised() -> None:
     target, store = tiny.tiny_target(), tiny.MemoryStore(5, 7)
-    samples = gather_samples(store, states_of(target))
+    samples = gather_samples(batches_of(store), states_of(target))
     expected = []
     for example in store.examples:
         for place in range(1, len(example.input_ids) - 4):
@@ -51,14 +59,22 @@ def test_no_batch_is_read_beyond_the_limit() -> None:
         asked.append(len(tokens.lengths))
         return target.states(tokens.input_ids)
 
-    assert len(gather_samples(store, states, limit=30).features) >= 30
+    assert len(gather_samples(batches_of(store), states, limit=30).features) >= 30
     assert asked == [8]
+
+
+def test_a_run_reads_first_what_its_steps_will_read_first() -> None:
+    """So that no state is computed for the start alone."""
+    data = tiny.TinyData(40)
+    first = [batch.sample_ids.tolist() for batch in data.first_batches()]
+    steps = [batch.tokens.sample_ids.tolist() for batch in data.train_dataloader()]
+    assert first == steps
 
 
 def test_answers_too_short_to_look_ahead_are_named() -> None:
     store = tiny.MemoryStore(3, 7, empty=(0, 1, 2))
     with pytest.raises(UserError, match=r"init linear: no training answer has 5 tokens"):
-        gather_samples(store, states_of(tiny.tiny_target()))
+        gather_samples(batches_of(store), states_of(tiny.tiny_target()))
 
 
 def test_a_run_starts_alike_from_target_and_cache(tmp_path: Path) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
-import logging
+import json
+import os
 import re
+import shutil
 import signal
 import sys
 import time
-import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from datasets.utils.logging import disable_progress_bar
-from huggingface_hub import utils as hub_progress
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
@@ -26,14 +25,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from dspark_train import machine
 from dspark_train.cli.parsing import STRICT, explain
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
+from dspark_train.files import read_json
 from dspark_train.interchange.importing import warm_start
+from dspark_train.machine import Choice, LayerShape
+from dspark_train.progress import quiet_libraries, say, stage
 from dspark_train.run import RunConfig, Stage, environment, open_run, update_run
 from dspark_train.target.config import TargetConfig
-from dspark_train.target.frozen import has_fast_bfloat16
+from dspark_train.target.frozen import PASS_ROWS, choose_form, read_target_config
+from dspark_train.training.budget import TimeBudget
 from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint
 from dspark_train.training.csv_logger import RunCSVLogger
 from dspark_train.training.module import DSparkModule
@@ -87,18 +91,23 @@ class DSparkCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Open the run's folder before anything heavy is loaded."""
         config = self.config[self.subcommand]
-        if config.trainer.precision is None:
-            config.trainer.precision = automatic_precision(config.trainer.accelerator)
         if self.subcommand == "fit":
             check_options(config.run.options)
+            remember_choices(Path(config.run.folder), config.run.overwrite)
+        if config.trainer.precision is None:
+            config.trainer.precision = automatic_precision(config)
+        if self.subcommand == "fit":
             text = self.parser_of("fit").dump(config, skip_none=False)
             if _get_rank() in (None, 0):
                 checkpoints = open_run(config.run, yaml.safe_load(text))
             else:  # rank zero opens the folder; the others only look for what to resume from
                 checkpoints = None if config.run.overwrite else Path(config.run.folder) / "trainer"
             latest = latest_checkpoint(checkpoints) if checkpoints else None
+            if _get_rank() in (None, 0):
+                say(resources(Path(config.run.folder)))
+                update_run(Path(config.run.folder), chosen=machine.decided(), **environment())
             if latest is not None:
-                print(f"continuing the run in {config.run.folder} from {latest.name}")
+                say(f"continuing the run in {config.run.folder} from {latest.name}")
                 config.ckpt_path, config.weights_only = str(latest), False
 
     def parser_of(self, subcommand: str) -> LightningArgumentParser:
@@ -120,14 +129,21 @@ class DSparkCLI(LightningCLI):
         every = self.config[self.subcommand].run.save_every
         saving = [TrainingCheckpoint(every_n_steps=every)] if self.subcommand == "fit" else []
         own = [TrainingProgress(), *([StepMonitor()] if self.subcommand == "fit" else [])]
+        run = self.config[self.subcommand].run
+        if self.subcommand == "fit" and run.minutes is not None:
+            own.append(TimeBudget(training_seconds(run), STARTED))
         trainer.callbacks = [*own, *others, *saving]  # type: ignore[attr-defined]
         folder = Path(trainer.default_root_dir)
         trainer.loggers = [RunCSVLogger(folder), *trainer.loggers]
         return trainer
 
+    def before_validate(self) -> None:
+        """``--init_from`` reads checkpoints of any layout."""
+        self.model.warm_start = warm_start
+
     def before_fit(self) -> None:
         """The accumulation follows from the global batch and the number of ranks."""
-        self.model.outside["warm_start"] = warm_start
+        self.model.warm_start = warm_start
         self.trainer.accumulate_grad_batches = self.datamodule.accumulation(self.trainer.world_size)
 
     def after_fit(self) -> None:
@@ -135,10 +151,70 @@ class DSparkCLI(LightningCLI):
         finish(self.trainer, self.model, self.config["fit"])
 
 
-def automatic_precision(accelerator: str) -> str:
-    """``bf16-mixed`` where the hardware computes in bfloat16, else ``32-true``."""
-    on_gpu = torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda")
-    return "bf16-mixed" if has_fast_bfloat16(torch.device("cuda" if on_gpu else "cpu")) else "32-true"
+CHOICES = "DSPARK_TRAIN_CHOICES"
+"""Environment variable by which the first rank hands its choices to those that it starts."""
+
+
+def remember_choices(folder: Path, overwrite: bool) -> None:
+    """Compute as the run in ``folder`` does, where there is one that goes on, and as the first rank does."""
+    record = {} if overwrite else read_json(folder / "run.json")
+    if CHOICES in os.environ:
+        machine.remember(json.loads(os.environ[CHOICES]))
+    elif record.get("chosen"):
+        machine.remember(record["chosen"])
+        here = environment()["machine"].split(",")[0]
+        there = str(record.get("machine", here)).split(",")[0]
+        if here != there:
+            say(
+                f"this run began on {there}, and goes on in the dtypes that were chosen there; this is {here}"
+            )
+
+
+def automatic_precision(config: Namespace) -> str:
+    """``bf16-mixed`` or ``32-true``: by the GPU's units, or by how fast this processor computes a layer."""
+    if torch.cuda.is_available() and config.trainer.accelerator in ("auto", "gpu", "cuda"):
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bf16-mixed" if fast else "32-true"
+    with stage("measuring this processor"):
+        shape = LayerShape.of(read_target_config(config.target))
+        shape = replace(shape, kv_heads=config.draft.num_key_value_heads or shape.kv_heads)
+        choice = machine.choose_dtype("training", shape, PASS_ROWS, backward=True)
+        if config.target.dtype == "auto":
+            choose_form(read_target_config(config.target), torch.device("cpu"))
+    os.environ[CHOICES] = json.dumps(machine.decided())
+    for chosen in machine.decided().values():
+        say(f"  {Choice.from_json(chosen)}")
+    return "bf16-mixed" if choice.name == "bfloat16" else "32-true"
+
+
+def resources(folder: Path) -> str:
+    """Cores, memory and disk of this machine, in a line."""
+    free, disk = machine.free_memory(), shutil.disk_usage(folder).free
+    memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
+    return f"{machine.usable_cores()} cores{memory}, {disk / 2**30:.1f} GiB of disk free for {folder}"
+
+
+OVERHEAD = 20.0
+"""Seconds for which a stage after training loads and writes, beside the work that it bounds itself."""
+USUAL = 60.0
+"""Seconds that are set aside for a stage that is given no time of its own."""
+
+
+def training_seconds(run: Any) -> float:
+    """Time until training has to end, so that what follows it ends within ``run.minutes``.
+
+    Raises:
+        UserError: nothing is left for training.
+    """
+    given = [run.options.get(name, {}).get("seconds") for name in run.after if name != "report"]
+    after = [float(seconds or USUAL) + OVERHEAD for seconds in given]
+    seconds = 60 * run.minutes - sum(after)
+    if seconds <= 60:
+        raise UserError(
+            f"run.minutes is {run.minutes}, and {', '.join(run.after)} take about {sum(after) / 60:.1f} of them: "
+            "give the run more minutes, or those stages fewer `seconds` in run.options"
+        )
+    return seconds
 
 
 def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
@@ -153,16 +229,20 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     if not trainer.is_global_zero:
         return
     has_confidence = draft.confidence_head is not None
+    budget = next((one for one in trainer.callbacks if isinstance(one, TimeBudget)), None)  # type: ignore[attr-defined]
+    recipe = trainer.max_steps if budget is None else budget.recipe_steps
+    steps = {"made": trainer.global_step, "recipe": recipe, "minutes": config.run.minutes}
     facts = data_facts(trainer)
     release(trainer, module)
     wall = {"fit": round(time.monotonic() - STARTED, 1)}
-    update_run(folder, wall_seconds=wall, data=facts, **environment())
+    update_run(folder, wall_seconds=wall, data=facts, chosen=machine.decided(), steps=steps)
     stages = list(config.run.after)
     if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
-        print("calibrate is left out: this draft has no confidence head")
+        say("calibrate is left out: this draft has no confidence head")
     run_stages(folder, stages, config.run.options)
-    update_run(folder, finished=True)
+    update_run(folder, finished=True, chosen=machine.decided())
+    tell(folder)
 
 
 def data_facts(trainer: Trainer) -> dict[str, Any]:
@@ -178,8 +258,7 @@ def data_facts(trainer: Trainer) -> dict[str, Any]:
 
 def release(trainer: Trainer, module: DSparkModule) -> None:
     """Give the memory of training back before the stages after it load what they need."""
-    module.outside.clear()
-    module.draft = None
+    module.release()
     trainer.strategy.optimizers = []
     gc.collect()
     torch.set_num_threads(THREADS)  # with several processes each had its share only
@@ -191,34 +270,38 @@ def check_options(options: dict[Stage, dict[str, Any]]) -> None:
     """Refuse options that a stage does not have, before anything is loaded."""
     from dspark_train.cli.commands import COMMANDS, nearest, resolve
 
-    for stage, given in options.items():
-        known = [name for name in inspect.signature(resolve(COMMANDS[stage])).parameters if name != "run"]
+    for command, given in options.items():
+        known = [name for name in inspect.signature(resolve(COMMANDS[command])).parameters if name != "run"]
         for name in given:
             if name not in known:
                 raise UserError(
-                    f"run.options.{stage} has no option {name!r}{nearest(name, known)}; `{stage} --help` lists them"
+                    f"run.options.{command} has no option {name!r}{nearest(name, known)}; `{command} --help` lists them"
                 )
+
+
+def tell(folder: Path) -> None:
+    """Say at the end what this machine was made to do, and why."""
+    record = read_json(folder / "run.json")
+    steps = record.get("steps", {})
+    if steps.get("minutes"):
+        short = steps["made"] < steps["recipe"]
+        say(
+            f"{steps['made']:,} steps in the {steps['minutes']:g} minutes given"
+            + (f" (the recipe has {steps['recipe']:,}: this machine's pace allows no more)" if short else "")
+        )
+    say("chosen for this machine:")
+    for choice in record.get("chosen", {}).values():
+        say(f"  {Choice.from_json(choice)}")
 
 
 def run_stages(folder: Path, stages: list[Stage], options: dict[Stage, dict[str, Any]]) -> None:
     """Run the stages after training, in order, each timed into ``run.json``."""
     from dspark_train.cli.commands import COMMANDS, resolve
 
-    for stage in stages:
+    for command in stages:
         begun = time.monotonic()
-        resolve(COMMANDS[stage])(folder, **options.get(stage, {}))
-        update_run(folder, wall_seconds={stage: round(time.monotonic() - begun, 1)})
-
-
-def quiet() -> None:
-    """Keep notices of other libraries, which the user can do nothing about, off the terminal."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for module in (r"lightning\.", r"torch\.", r"deepspeed\."):
-        for category in (UserWarning, FutureWarning, DeprecationWarning):
-            warnings.filterwarnings("ignore", category=category, module=module)
-    disable_progress_bar()
-    hub_progress.disable_progress_bars()
+        resolve(COMMANDS[command])(folder, **options.get(command, {}))
+        update_run(folder, wall_seconds={command: round(time.monotonic() - begun, 1)})
 
 
 def main(arguments: ArgsType) -> None:
@@ -227,7 +310,7 @@ def main(arguments: ArgsType) -> None:
     Args:
         arguments: command line, subcommand first. ``--init_from`` is short for ``--model.init_from``.
     """
-    quiet()
+    quiet_libraries()
     if isinstance(arguments, list):
         arguments = [re.sub(r"^--init_from(?==|$)", "--model.init_from", word) for word in arguments]
     DSparkCLI(

@@ -316,6 +316,19 @@ class DSparkDataModule(LightningDataModule):
         )
         return TrainingLoader(dataset, sampler, self.num_workers)
 
+    def first_batches(self) -> Iterator[TokenBatch]:
+        """Tokens of the first epoch's micro-batches, as a single rank takes them."""
+        store = self.store(self.train_split)
+        sampler = GlobalBatchSampler(
+            store.lengths,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            seed=self.seed,
+            token_budget=self.token_budget,
+        )
+        for micro in sampler:
+            yield collate(store, list(micro.samples))
+
     def val_dataloader(self) -> DataLoader[TrainingBatch]:
         """Micro-batches of this rank, with fixed anchors; each batch's ``global_weight`` is its own."""
         dataset, (rank, world_size) = self.batches(self.val_split), self._ranks()

@@ -9,7 +9,7 @@ attention writes each row's key and value at its position of its request's buffe
 buffer up to a limit. Nothing is concatenated, and a rejected token is forgotten by being overwritten.
 
 The limit moves in tiles: a row verified among others then adds up the same numbers in the same order as the row that
-plain decoding brings alone, and gets the same bits where the products do (in :mod:`dspark_train.decoding.packed`
+plain decoding brings alone, and gets the same bits where the products do (in :mod:`dspark_train.target.packed`
 those of AMX).
 """
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dspark_train.decoding.cache import RaggedCache, RaggedStep
 from dspark_train.decoding.layout import FixedLayout, RowLayout
-from dspark_train.decoding.packed import packed_linears
 from dspark_train.decoding.programs import Outputs, Programs, compiled, padded_requests
 from dspark_train.decoding.sampling import SamplingRule, best_token, draw
 from dspark_train.draft.model import DSparkDraft
+from dspark_train.target.packed import packed_linears
 
 _SAME_INPUT = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Neighbouring layers that read the same states; queries are not asked of the context."""

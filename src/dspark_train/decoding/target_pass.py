@@ -16,10 +16,10 @@ from transformers import AttentionInterface
 
 from dspark_train.decoding.cache import RaggedCache, RaggedStep
 from dspark_train.decoding.layout import FixedLayout, RowLayout
-from dspark_train.decoding.packed import packed_linears
 from dspark_train.decoding.programs import Programs, compiled
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
+from dspark_train.target.packed import packed_linears
 
 ATTENTION = "dspark_ragged"
 """Name under which the attention function is registered with Hugging Face."""

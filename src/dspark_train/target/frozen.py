@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from dspark_train.errors import UserError
+from dspark_train.machine import DTYPES, Choice, LayerShape, fastest, layer_pass, tune
 from dspark_train.structures import TargetStates
 from dspark_train.target.config import TargetConfig, check_layer_ids, spread_layer_ids, text_config
 from dspark_train.target.embedded import NAME, embedded_target
+from dspark_train.target.packed import ROWS, packed_linears, packed_or_plain, rows_stand_alone
+
+PASS_ROWS = 2048
+"""Tokens of one pass of the target while states are computed."""
 
 
 class FrozenTarget:
@@ -47,19 +52,26 @@ class FrozenTarget:
         ids = spread_layer_ids(self.num_layers) if layer_ids is None else layer_ids
         self.layer_ids = check_layer_ids(ids, self.num_layers)
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.form: Choice | None = None
+        """What ``dtype: auto`` chose, and why."""
         self._probe()
 
     # -- loading ------------------------------------------------------------------------------------------------
 
     @classmethod
     def load(
-        cls, config: TargetConfig | str, device: torch.device | str | None = None, **options: Any
+        cls,
+        config: TargetConfig | str,
+        device: torch.device | str | None = None,
+        rows: int = PASS_ROWS,
+        **options: Any,
     ) -> FrozenTarget:
         """Load the target that ``config`` names.
 
         Args:
             config: what to load, or just its name or path.
             device: where ``config.device`` is ``auto``; None picks the GPU where there is one.
+            rows: tokens of the passes at hand, for which ``dtype: auto`` is measured.
             options: fields of :class:`TargetConfig`, where ``config`` is a name.
 
         Raises:
@@ -71,22 +83,19 @@ class FrozenTarget:
             config = TargetConfig(name_or_path=config, **options)
         chosen = torch.device(config.device if config.device != "auto" else device or default_device())
         path = resolve_path(config)
-        dtype = resolve_dtype(config.dtype, chosen)
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         if config.gguf_file:
             options["gguf_file"] = config.gguf_file
+        form = choose_form(read_target_config(config), chosen, rows) if config.dtype == "auto" else None
+        dtype = DTYPES[form.name.split(",")[0] if form else config.dtype]
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=config.attention, **options
             )
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"the target {config.name_or_path} cannot be loaded: {reason} "
-                "(target.name_or_path wants a folder with config.json and weights, or a reachable hub id)"
-            ) from error
+            raise _cannot_load(config, error) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
         except (OSError, ValueError, KeyError, ImportError, AttributeError):
@@ -97,7 +106,9 @@ class FrozenTarget:
             model = shard_model(model, chosen)
         else:
             model = model.to(chosen)
-        return cls(model, config.layer_ids, tokenizer, name=config.name_or_path)
+        target = cls(model, config.layer_ids, tokenizer, name=config.name_or_path)
+        target.form = form
+        return target
 
     def _probe(self) -> None:
         """Measure the embedding scale, and check that the LM head on the last hidden state gives the logits."""
@@ -228,7 +239,8 @@ class FrozenTarget:
             input_ids: ``[B, T]``, right-padded. A causal model never lets padding reach a real token, so no mask is
                 needed; states at padding mean nothing.
         """
-        with self.tap() as tapped:
+        packed = self.form is not None and self.form.name == "float32, packed"
+        with self.tap() as tapped, packed_linears(self.model) if packed else nullcontext():
             output = self.decoder(input_ids=input_ids, use_cache=False)
         return TargetStates(self.concatenate(tapped), output.last_hidden_state)
 
@@ -238,18 +250,70 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware computes in bfloat16, rather than emulating it."""
+def read_target_config(config: TargetConfig) -> Any:
+    """Hugging Face (text) config of a target, without its weights.
+
+    Raises:
+        UserError: there is none at that place.
+    """
+    from transformers import AutoConfig
+
+    path = resolve_path(config)
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if config.gguf_file:
+        options["gguf_file"] = config.gguf_file
+    try:
+        return text_config(AutoConfig.from_pretrained(path, **options))
+    except Exception as error:
+        raise _cannot_load(config, error) from error
+
+
+def _cannot_load(config: TargetConfig, error: Exception) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return UserError(
+        f"the target {config.name_or_path} cannot be loaded: {reason} "
+        "(target.name_or_path wants a folder with config.json and weights, or a reachable hub id)"
+    )
+
+
+def choose_form(config: Any, device: torch.device, rows: int = PASS_ROWS) -> Choice:
+    """Dtype that ``auto`` means: on a CPU the one that runs a layer of this target fastest.
+
+    Args:
+        config: Hugging Face (text) config of the target.
+        device: where it runs; a GPU computes in bfloat16 where it has units for it.
+        rows: tokens of the passes at hand: thousands while states are computed, a few while decoding. Decoding takes
+            bfloat16 only where a verified row gets the bits of a plain one: elsewhere near ties would fall otherwise.
+
+    Returns:
+        ``bfloat16``, ``float32``, or ``float32, packed``: weights in half precision where they lose nothing by it.
+    """
+    purpose = "the target's passes" if rows > 256 else "decoding"
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Choice(purpose, "bfloat16" if fast else "float32", reason="as the GPU's units are")
+    tune()
+    shape = LayerShape.of(config)
+    rows = shape.rows_within(rows)
+    packs = "fbgemm" in torch.backends.quantized.supported_engines
+    few = rows <= ROWS[0]
 
+    def form(dtype: torch.dtype, packed: bool) -> Callable[[], object]:
+        made: list[Callable[[], object]] = []
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Dtype that ``auto``, ``bfloat16`` or ``float32`` means on ``device``."""
-    if name == "auto":
-        return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+        def run() -> object:
+            if not made:
+                made.append(layer_pass(shape, rows, dtype, multiply=packed_or_plain if packed else None))
+            return made[0]()
+
+        return run
+
+    forms = {"float32": form(torch.float32, few)}
+    if packs and not few:
+        forms["float32, packed"] = form(torch.float32, True)
+    if not few or rows_stand_alone(torch.bfloat16):
+        forms["bfloat16"] = form(torch.bfloat16, few)
+    return fastest(f"{purpose} ({rows:,} rows of {shape.hidden})", forms)
 
 
 def resolve_path(config: TargetConfig) -> str:

@@ -1,23 +1,25 @@
-"""An optional cache of the target's states, for few epochs over small data.
+"""An optional cache of the target's states, for several epochs over small data. It fills as training goes.
 
-A cache is a folder::
+A sample that the cache does not hold yet is computed in the step that asks for it, and written. So the first epoch
+runs beside the target and the later ones without it, and nothing is computed that no step reads. A cache is a folder::
 
-    manifest.json             written last: without it the cache is unfinished, and building continues
-    shard-00000.safetensors   features, last hidden states, log-sum-exps and digests of a range of samples
-    shard-00000.json          written when the shard is complete: bytes, SHA-256 and what it was made from
+    pass-<digest>.safetensors   features, last hidden states and log-sum-exps of the samples of one batch
+    pass-<digest>.json          written when that file is complete: bytes, SHA-256, and what it was made from
 
-Samples are found by a digest of their tokens, so that training and held-out samples share one cache and a
-sample that the cache has never seen cannot be mistaken for another. What is read is bit for bit what the
-target computed (``storage: exact``); ``fp8`` halves the size of the features and rounds them, which changed
-a trained draft's held-out loss by 0.0002 (``benchmarks/feature_cache.py``). Letters as in
-:mod:`dspark_train.structures`.
+Samples are found by a digest of their tokens and of their loss mask, so that training and held-out samples share one
+cache and a sample that the cache has never seen cannot be mistaken for another. What is read is bit for bit what the
+target computed (``storage: exact``); ``fp8`` halves the size of the features and rounds them, which changed a trained
+draft's held-out loss by 0.0002 (``benchmarks/feature_cache.py``). Letters as in :mod:`dspark_train.structures`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+import shutil
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,15 +28,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_train.errors import UserError
-from dspark_train.files import file_digest
+from dspark_train.files import file_digest, write_json
 from dspark_train.structures import TargetStates, TokenBatch
 from dspark_train.target.frozen import FrozenTarget
+from dspark_train.training.objective import round_up, target_logsumexp
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+LENGTH_STEP = 8
+"""Multiple that a pass is padded to: a CPU's library compiles kernels for each length."""
+_EARLIER = "manifest.json"
 Storage = Literal["exact", "fp8"]
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -71,19 +77,6 @@ class CacheIdentity:
         return {name: value for name, value in asdict(self).items() if name != "target_name"}
 
 
-@dataclass(frozen=True)
-class CacheEstimate:
-    """What a cache will take, known before anything is written."""
-
-    tokens: int
-    bytes: int
-    seconds: float | None = None
-
-    def __str__(self) -> str:
-        duration = "" if self.seconds is None else f", about {self.seconds / 60:.1f} minutes"
-        return f"{self.tokens:,} tokens, {self.bytes / 2**30:.2f} GiB{duration}"
-
-
 def identity_of(target: FrozenTarget, storage: Storage = "exact") -> CacheIdentity:
     """Identity of the states that ``target`` computes."""
     digest = hashlib.sha256()
@@ -101,82 +94,132 @@ def identity_of(target: FrozenTarget, storage: Storage = "exact") -> CacheIdenti
     )
 
 
-def digest_tokens(ids: NDArray[np.integer[Any]]) -> int:
-    """64-bit digest of one sample's tokens."""
-    raw = hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int64).tobytes(), digest_size=8).digest()
-    return int.from_bytes(raw, "little", signed=True)
+def digest_sample(ids: NDArray[np.integer[Any]], mask: NDArray[np.bool_]) -> int:
+    """64-bit digest of one sample's tokens and of the positions whose normalisers are asked for."""
+    content = np.ascontiguousarray(ids, dtype=np.int64).tobytes() + np.packbits(asked(mask)).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-def estimate_cache(target: FrozenTarget, lengths: Iterable[int], storage: Storage = "exact") -> CacheEstimate:
-    """Size of a cache of samples with these lengths.
+def asked(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Positions ``[T]`` at which a slot may ask for the target's distribution: supervised, and so is the next."""
+    found = np.zeros(len(mask), dtype=bool)
+    found[:-1] = mask[:-1] & mask[1:]
+    return found
 
-    Args:
-        target: whose states are to be stored.
-        lengths: tokens of each sample.
-        storage: form of the features.
-    """
-    tokens = int(sum(int(length) for length in lengths))
+
+def cache_bytes(target: FrozenTarget, tokens: int, storage: Storage = "exact") -> int:
+    """Size of a cache of so many tokens."""
     item, taps, size = target.dtype.itemsize, len(target.layer_ids), target.hidden_size
     features = taps * size * item if storage == "exact" else taps * (size + 4)
-    return CacheEstimate(tokens, tokens * (features + size * item + 4))
+    return tokens * (features + size * item + 4)
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Compare what a cache will take with the free disk space, before a byte is written.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    needed -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = shutil.disk_usage(existing).free
+    if needed > free * 0.95:
+        raise UserError(
+            f"the feature cache {folder} needs {needed / 2**30:.2f} GiB, but its disk has only "
+            f"{free / 2**30:.2f} GiB free: choose another folder, storage fp8, or train without a cache"
+        )
+
+
+@dataclass
+class Filling:
+    """What was computed so far, and how long it took: the pace that a budget of time plans with."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    held: int = 0
+    """Tokens in the cache, those of earlier processes included."""
 
 
 class FeatureCache:
     """States of samples seen before, read from files that are mapped only while a sample is read."""
 
-    def __init__(self, folder: Path | str, identity: CacheIdentity, *, verify: bool = True) -> None:
-        """Open a finished cache.
+    def __init__(
+        self,
+        folder: Path | str,
+        identity: CacheIdentity,
+        target: FrozenTarget | None = None,
+        *,
+        verify: bool = True,
+        pass_tokens: int = 2_048,
+        together: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Open a cache, or begin one.
 
         Args:
             folder: where it lies.
             identity: what it must have been made from.
-            verify: compare every shard's SHA-256 with the manifest's (its size is always compared).
+            target: computes what is missing; None refuses what is missing.
+            verify: compare every file's SHA-256 (its size is always compared).
+            pass_tokens: most padded tokens of one pass of the target.
+            together: whether any rank answers yes, where all must take part in a pass of a sharded target.
 
         Raises:
-            UserError: an unfinished cache, a foreign one, or a damaged shard, by name.
+            UserError: a foreign cache, or a damaged file, by name.
         """
-        self.folder = Path(folder)
-        path = self.folder / MANIFEST
-        if not path.is_file():
-            raise UserError(f"{self.folder} is no finished feature cache: it has no {MANIFEST}")
-        content = json.loads(path.read_text())
-        found = CacheIdentity(**content["identity"] | {"layer_ids": tuple(content["identity"]["layer_ids"])})
-        if different := identity.difference(found):
+        self.folder, self.identity, self.target = Path(folder), identity, target
+        self.filling = Filling()
+        self._verify, self._pass_tokens, self._together = verify, pass_tokens, together
+        self._known: set[str] = set()
+        self._index: dict[int, tuple[Path, int, int]] = {}
+        if (self.folder / _EARLIER).is_file() or any(self.folder.glob("shard-*.json")):
+            raise UserError(
+                f"the feature cache {self.folder} has the format of an earlier version: delete it, or choose "
+                "another folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find what this and other processes have written since the last look."""
+        for name in sorted(name for name in os.listdir(self.folder) if name.endswith(".json")):
+            if name not in self._known:
+                self._add(self.folder / name)
+
+    def _add(self, sidecar: Path) -> None:
+        record = json.loads(sidecar.read_text())
+        found = CacheIdentity(**record["identity"] | {"layer_ids": tuple(record["identity"]["layer_ids"])})
+        path = self.folder / record["file"]
+        if different := self.identity.difference(found):
             raise UserError(
                 f"the feature cache {self.folder} was made from something else ({different}): "
                 "choose another folder, or delete it"
             )
-        self.identity, self.tokens = identity, int(content["tokens"])
-        self._files: list[Path] = []
-        self._index: dict[int, tuple[int, int, int]] = {}
-        for number, shard in enumerate(content["shards"]):
-            self._add(number, shard, verify)
-
-    def _add(self, number: int, shard: dict[str, Any], verify: bool) -> None:
-        path = self.folder / shard["file"]
-        check_shard(path, shard, verify)
+        check_file(path, record, self._verify)
         try:
             with safe_open(str(path), framework="pt") as file:
                 digests, starts = file.get_tensor("digest").tolist(), file.get_tensor("start").tolist()
         except SafetensorError as error:
             raise UserError(
-                f"the cache shard {path} is damaged ({error}): delete it and build again"
+                f"the cache file {path} is damaged ({error}): delete it and {sidecar.name}"
             ) from error
-        self._files.append(path)
+        self._known.add(sidecar.name)
+        self._hold(path, digests, starts)
+
+    def _hold(self, path: Path, digests: list[int], starts: list[int]) -> None:
         for digest, start, stop in zip(digests, starts[:-1], starts[1:], strict=True):
-            self._index[digest] = (number, start, stop)
+            self._index[digest] = (path, start, stop)
+        self.filling.held += starts[-1]
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def __contains__(self, ids: NDArray[np.integer[Any]]) -> bool:
-        return digest_tokens(ids) in self._index
+    # -- reading --------------------------------------------------------------------------------------------------
 
     def states(self, tokens: TokenBatch, device: torch.device | str) -> TargetStates:
-        """States of a batch, as ``target.states`` gives them (zero at padding).
+        """States of a batch, as ``target.states`` gives them (zero at padding); computed where they are missing.
 
         Raises:
-            UserError: a sample that was not cached.
+            UserError: a sample is missing, and there is no target to compute it.
         """
         taps, size = len(self.identity.layer_ids), self.identity.hidden_size
         dtype = getattr(torch, self.identity.dtype)
@@ -204,16 +247,20 @@ class FeatureCache:
         return torch.zeros(*tokens.input_ids.shape, *shape, dtype=dtype, pin_memory=pinned)
 
     def _places(self, tokens: TokenBatch) -> list[tuple[Path, int, int]]:
-        ids, places = tokens.input_ids.cpu().numpy(), []
-        for row, length in enumerate(tokens.lengths.tolist()):
-            place = self._index.get(digest_tokens(ids[row, :length]))
-            if place is None or place[2] - place[1] != length:
-                raise UserError(
-                    f"sample {int(tokens.sample_ids[row])} is not in the feature cache {self.folder}: it was "
-                    "built from other data or with another tokenizer; choose another folder, or delete it"
-                )
-            places.append((self._files[place[0]], place[1], place[2]))
-        return places
+        samples = _samples(tokens)
+        missing = {sample.digest: sample for sample in samples if sample.digest not in self._index}
+        if missing:
+            self.refresh()
+            missing = {digest: sample for digest, sample in missing.items() if digest not in self._index}
+        if missing and self.target is None:
+            number = next(row for row, sample in enumerate(samples) if sample.digest in missing)
+            raise UserError(
+                f"sample {int(tokens.sample_ids[number])} is not in the feature cache {self.folder}: it was "
+                "built from other data or with another tokenizer; choose another folder, or delete it"
+            )
+        if self._together(bool(missing)):
+            self._fill(list(missing.values()), samples[:1])
+        return [self._index[sample.digest] for sample in samples]
 
     def _features(self, file: Any, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         stored = file.get_slice("features")[start:stop]
@@ -221,6 +268,92 @@ class FeatureCache:
             return stored
         scale = file.get_slice("scale")[start:stop]
         return decode_fp8(stored, scale, dtype)
+
+    # -- filling --------------------------------------------------------------------------------------------------
+
+    def _fill(self, samples: list[_Sample], stand_in: list[_Sample]) -> None:
+        """Compute and write samples; without any, take part in the passes of other ranks and write nothing."""
+        began = time.perf_counter()
+        results: dict[int, dict[str, Tensor]] = {}
+        for batch in self._passes(samples or stand_in):
+            results.update(zip((sample.digest for sample in batch), self._run(batch), strict=True))
+        if samples:
+            self._write(samples, results)
+        self.filling.tokens += sum(len(sample.ids) for sample in samples)
+        self.filling.seconds += time.perf_counter() - began
+
+    def _passes(self, samples: list[_Sample]) -> list[list[_Sample]]:
+        """Group samples of similar length into passes of at most ``pass_tokens`` padded tokens."""
+        if self._together is not bool:  # ranks must run equally many passes
+            return [samples]
+        batches: list[list[_Sample]] = []
+        for sample in sorted(samples, key=lambda sample: -len(sample.ids)):
+            length = round_up(len(batches[-1][0].ids), LENGTH_STEP) if batches else 0
+            if not batches or (len(batches[-1]) + 1) * length > self._pass_tokens:
+                batches.append([])
+            batches[-1].append(sample)
+        return batches
+
+    @torch.no_grad()
+    def _run(self, batch: list[_Sample]) -> list[dict[str, Tensor]]:
+        """States of a few samples, on the CPU."""
+        assert self.target is not None
+        longest = round_up(max(len(sample.ids) for sample in batch), LENGTH_STEP)
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        wanted = torch.zeros(len(batch), longest, dtype=torch.bool)
+        for row, sample in enumerate(batch):
+            ids[row, : len(sample.ids)] = torch.from_numpy(sample.ids.astype(np.int64))
+            wanted[row, : len(sample.ids)] = torch.from_numpy(asked(sample.mask))
+        device = self.target.device
+        with torch.autocast(device.type, enabled=False):
+            states = self.target.states(ids.to(device))
+            level = torch.full(ids.shape, float("nan"))
+            place = wanted.nonzero(as_tuple=True)
+            rows = states.last_hidden[place[0].to(device), place[1].to(device)]
+            if len(rows):
+                values = target_logsumexp(rows, self.target.head_weight, softcap=self.target.logit_softcap)
+                level[place] = values.float().cpu()
+        found = []
+        for row, sample in enumerate(batch):
+            length = len(sample.ids)
+            entry = {"last_hidden": states.last_hidden[row, :length].cpu(), "logsumexp": level[row, :length]}
+            features = states.features[row, :length]
+            if self.identity.storage == "fp8":
+                features, scale = encode_fp8(features, len(self.identity.layer_ids))
+                entry["scale"] = scale.cpu()
+            found.append(entry | {"features": features.cpu()})
+        return found
+
+    def _write(self, samples: list[_Sample], results: dict[int, dict[str, Tensor]]) -> None:
+        digests = [sample.digest for sample in samples]
+        names = results[digests[0]].keys()
+        tensors = {name: torch.cat([results[digest][name] for digest in digests]) for name in names}
+        lengths = torch.tensor([0] + [len(sample.ids) for sample in samples])
+        tensors |= {"digest": torch.tensor(digests), "start": lengths.cumsum(0)}
+        content = hashlib.sha256(np.asarray(digests, dtype=np.int64).tobytes()).hexdigest()[:16]
+        path = self.folder / f"pass-{content}.safetensors"
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(aside))
+        aside.replace(path)
+        record = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_digest(path)}
+        write_json(path.with_suffix(".json"), record | {"identity": asdict(self.identity)})
+        self._known.add(f"{path.stem}.json")
+        self._hold(path, digests, lengths.cumsum(0).tolist())
+
+
+@dataclass(frozen=True)
+class _Sample:
+    digest: int
+    ids: NDArray[np.integer[Any]]
+    mask: NDArray[np.bool_]
+
+
+def _samples(tokens: TokenBatch) -> list[_Sample]:
+    ids, masks, found = tokens.input_ids.cpu().numpy(), tokens.loss_mask.cpu().numpy(), []
+    for row, length in enumerate(tokens.lengths.tolist()):
+        own, mask = ids[row, :length], masks[row, :length]
+        found.append(_Sample(digest_sample(own, mask), own, mask))
+    return found
 
 
 def encode_fp8(features: Tensor, taps: int) -> tuple[Tensor, Tensor]:
@@ -236,16 +369,16 @@ def decode_fp8(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return parts.to(dtype).flatten(-2)
 
 
-def check_shard(path: Path, shard: dict[str, Any], verify: bool = True) -> None:
-    """Raise UserError where a shard is missing, truncated, or (with ``verify``) has another SHA-256."""
+def check_file(path: Path, record: dict[str, Any], verify: bool = True) -> None:
+    """Raise UserError where a file is missing, truncated, or (with ``verify``) has another SHA-256."""
+    remedy = f"delete it and {path.stem}.json, and it is computed again"
     if not path.is_file():
-        raise UserError(f"the cache shard {path} is missing: delete {path.parent / MANIFEST} and build again")
-    if path.stat().st_size != shard["bytes"]:
         raise UserError(
-            f"the cache shard {path} is truncated ({path.stat().st_size} of {shard['bytes']} bytes): "
-            "delete it and build again"
+            f"the cache file {path} is missing: delete {path.stem}.json, and it is computed again"
         )
-    if verify and file_digest(path) != shard["sha256"]:
+    if path.stat().st_size != record["bytes"]:
         raise UserError(
-            f"the cache shard {path} is corrupt (its SHA-256 has changed): delete it and build again"
+            f"the cache file {path} is truncated ({path.stat().st_size} of {record['bytes']} bytes): {remedy}"
         )
+    if verify and file_digest(path) != record["sha256"]:
+        raise UserError(f"the cache file {path} is corrupt (its SHA-256 has changed): {remedy}")

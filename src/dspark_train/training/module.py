@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from dspark_train.data.blocks import slot_weights
 from dspark_train.data.dataset import ExampleStore
 from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.initialise import initialise
@@ -22,8 +23,9 @@ from dspark_train.structures import Blocks, TargetStates, TensorStruct, TokenBat
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.objective import fused_objective
-from dspark_train.training.optimizer import OptimizerConfig, build_optimizer
+from dspark_train.training.optimizer import OptimizerConfig, Schedule, build_optimizer
 from dspark_train.training.starting import gather_samples
+from dspark_train.training.states import LiveStates, StateSource
 from dspark_train.training.strategy import gather_objects, loss_scale
 from dspark_train.training.terms import (
     ObjectiveConfig,
@@ -68,23 +70,31 @@ class DSparkModule(LightningModule):
         self.objective, self.optimizer_config, self.init_from = objective, optimizer, init_from
         self.draft: Any = None
         self.strict_loading = True
-        # "warm_start" among them reads other projects' checkpoints; the command line, which knows of both, sets it
-        # outside the module tree on purpose: neither parameters, nor checkpoints, nor shards
-        self.outside: dict[str, Any] = {}
+        self.source: StateSource | None = None
+        """Where the target's states come from; the target itself unless a callback sets a cache."""
+        self.schedule: Schedule | None = None
+        """Of the learning rate; a budget of time changes its length."""
+        self._target: FrozenTarget | None = None
+        self._sums = {stage: self._new_metrics() for stage in ("train", "val")}
+        self._logged_step = 0
 
     # -- what is loaded, and when ---------------------------------------------------------------------------------
 
     @property
     def target(self) -> FrozenTarget:
-        """The frozen target, loaded at its first use."""
-        if "target" not in self.outside:
+        """The frozen target, loaded at its first use. It is no ``nn.Module``, so no checkpoint or shard sees it."""
+        if self._target is None:
             device = self._trainer.strategy.root_device if self._trainer is not None else None
-            self.outside["target"] = FrozenTarget.load(self.target_config, device)
-        return self.outside["target"]
+            self._target = FrozenTarget.load(self.target_config, device)
+        return self._target
 
     @target.setter
     def target(self, target: FrozenTarget) -> None:
-        self.outside["target"] = target
+        self._target = target
+
+    def release(self) -> None:
+        """Let go of target, draft and states, so that what follows training has their memory."""
+        self._target = self.source = self.draft = None
 
     @property
     def draft_config(self) -> DSparkConfig:
@@ -116,17 +126,23 @@ class DSparkModule(LightningModule):
             config.draft_vocab_size = token_ids.numel()
             config.check()
         self.draft = DSparkDraft(config, target=self.target, draft_token_ids=token_ids)
+        if self._trainer is not None and self._trainer.ckpt_path is not None:
+            return  # every weight comes from the checkpoint
         initialise(self.draft, self.recipe, self.target)
         if self.recipe.head_start == "bigrams":
             pairs = answer_pairs(self._training_store("draft.head_start bigrams"), token_ids)
             start_from_bigrams(self.draft.markov_head, *pairs)
         if self.init_from:
-            self.outside["warm_start"](self.draft, Path(self.init_from))
+            self.warm_start(self.draft, Path(self.init_from))
         elif self.recipe.init == "linear":
             self.draft.to(self.target.device)
-            start_linearly(
-                self.draft, gather_samples(self._training_store("draft.init linear"), self._states)
-            )
+            batches = self._training_data("draft.init linear").first_batches()
+            start_linearly(self.draft, gather_samples(batches, self._states))
+
+    @staticmethod
+    def warm_start(draft: DSparkDraft, path: Path) -> None:
+        """Copy the weights of a draft that this project wrote; the command line puts a reader of all formats here."""
+        draft.load_state_dict(DSparkDraft.load(path).state_dict())
 
     def _draft_vocabulary(self) -> Tensor | None:
         if self.recipe.vocab_size is None and self.recipe.vocab_coverage is None:
@@ -135,16 +151,21 @@ class DSparkModule(LightningModule):
         counts = answer_token_counts(store, self.target.vocab_size)
         return choose_vocabulary(counts, self.recipe.vocab_size, self.recipe.vocab_coverage)
 
-    def _training_store(self, asking: str) -> ExampleStore:
+    def _training_data(self, asking: str) -> Any:
         data = getattr(self._trainer, "datamodule", None)
         if data is None:
             raise UserError(f"{asking}: the training data are needed, so run under a trainer")
+        return data
+
+    def _training_store(self, asking: str) -> ExampleStore:
+        data = self._training_data(asking)
         return data.store(data.train_split)
 
     def configure_optimizers(self) -> Any:
         """AdamW or Muon, with a schedule per step."""
         total = int(self.trainer.estimated_stepping_batches)
-        optimizer, scheduler = build_optimizer(self.optimizer_config, self.draft, total)
+        self.schedule = Schedule(total, self.optimizer_config.warmup)
+        optimizer, scheduler = build_optimizer(self.optimizer_config, self.draft, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -155,27 +176,19 @@ class DSparkModule(LightningModule):
             batch = TrainingBatch(batch.tokens, _placeholder(batch), batch.global_weight)
         return PreparedBatch(batch, SupervisedRows.of(batch.blocks, batch.tokens.input_ids.shape[1]))
 
-    def states(self, prepared: PreparedBatch) -> TargetStates:
-        """What the target says about a batch: computed here, or read from the feature cache."""
-        return self._states(prepared.batch.tokens)
-
     def _states(self, tokens: TokenBatch) -> TargetStates:
-        cache = self.outside.get("feature_cache")
-        if cache is not None:
-            return cache.states(tokens, self.target.device)
-        return self.target.states(tokens.input_ids.to(self.target.device))
+        return self._source().states(tokens, self.target.device)
 
-    def normalisers(self, prepared: PreparedBatch) -> Tensor | None:
-        """Log-sum-exp of the target's logits at the rows' positions ``[P]``, where the feature cache knows it."""
-        cache = self.outside.get("feature_cache")
-        if cache is None:
-            return None
-        return cache.logsumexp(prepared.batch.tokens, self.device).flatten()[prepared.rows.position]
+    def _source(self) -> StateSource:
+        if self.source is None:
+            self.source = LiveStates(self.target)
+        return self.source
 
     def compute(self, prepared: PreparedBatch) -> tuple[Tensor, ObjectiveTerms]:
         """Loss of a batch over its global denominator (differentiable), and its detached sums."""
         batch, rows, config = prepared.batch, prepared.rows, self.objective
-        states, cache = self.states(prepared), self.outside.get("feature_cache")
+        states = self._states(batch.tokens)
+        level = self._source().logsumexp(batch.tokens, self.device)
         output = self.draft(states.features, batch.blocks)
         slots = output.hidden.shape[1]
         weights = self.slot_weights(slots)[rows.slot % slots] / max(batch.global_weight, 1e-12)
@@ -184,7 +197,7 @@ class DSparkModule(LightningModule):
             None if output.latent is None else output.latent.flatten(0, 1)[rows.slot],
             None if self.draft.markov_head is None else self.draft.markov_head.markov_w2.weight,
             self.draft.head_weight,
-            self.target.head_weight if cache is None else self.draft.head_weight,
+            self.target.head_weight if level is None else self.draft.head_weight,
             states.last_hidden.flatten(0, 1)[rows.position],
             rows.target_row,
             batch.blocks.labels.flatten()[rows.slot],
@@ -193,7 +206,7 @@ class DSparkModule(LightningModule):
             tv_coef=config.tv,
             softcap=self.target.logit_softcap,
             draft_token_ids=self.draft.draft_token_ids,
-            target_logsumexp=self.normalisers(prepared),
+            target_logsumexp=None if level is None else level.flatten()[rows.position],
             memory_budget_bytes=config.memory_budget_mib * 2**20,
         )
         confidence = confidence_rows(output, rows, sums.accept)
@@ -214,8 +227,8 @@ class DSparkModule(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Divide and log the sums of the steps since the last logging step."""
         step, every = self.trainer.global_step, self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if step % every == 0 and step != self.outside.get("logged_step", 0):
-            self.outside["logged_step"] = step
+        if step % every == 0 and step != self._logged_step:
+            self._logged_step = step
             self._log("train")
 
     def on_validation_epoch_end(self) -> None:
@@ -232,33 +245,28 @@ class DSparkModule(LightningModule):
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
+    def _new_metrics(self) -> ObjectiveMetrics:
+        metrics = ObjectiveMetrics(self.recipe.block_size, self.objective)
+        metrics.has_confidence = self.recipe.confidence_head
+        return metrics
+
     def metrics(self, stage: str) -> ObjectiveMetrics:
         """Running sums of ``train`` or ``val``, on this module's device."""
-        key = f"metrics/{stage}"
-        if key not in self.outside:
-            metrics = ObjectiveMetrics(self.recipe.block_size, self.objective)
-            metrics.has_confidence = self.recipe.confidence_head
-            self.outside[key] = metrics
-        metrics = self.outside[key]
+        metrics = self._sums[stage]
         return metrics if metrics.device == self.device else metrics.to(self.device)
 
     def slot_weights(self, slots: int) -> Tensor:
         """``[γ]`` weights on this module's device."""
-        from dspark_train.data.blocks import slot_weights
-
-        if "slot_weights" not in self.outside:
-            self.outside["slot_weights"] = slot_weights(slots, self.objective.decay).to(self.device)
-        return self.outside["slot_weights"]
+        return slot_weights(slots, self.objective.decay).to(self.device)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Carry every rank's running sums, so that a resumed run logs what an uninterrupted one logs."""
         sums = {
-            key: {name: value.cpu() for name, value in metric.state_dict().items()}
-            for key, metric in self.outside.items()
-            if key.startswith("metrics/")
+            f"metrics/{stage}": {name: value.cpu() for name, value in metrics.state_dict().items()}
+            for stage, metrics in self._sums.items()
         }
         checkpoint["running_sums"] = gather_objects(sums)
-        checkpoint["logged_step"] = self.outside.get("logged_step", 0)
+        checkpoint["logged_step"] = self._logged_step
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the running sums; with another number of ranks, the first takes them all."""
@@ -268,7 +276,7 @@ class DSparkModule(LightningModule):
         for key in parts[0] if parts and (len(parts) == 1 or rank == 0) else ():
             total = {name: sum(part[key][name] for part in parts) for name in parts[0][key]}
             self.metrics(key.removeprefix("metrics/")).load_state_dict(total)
-        self.outside["logged_step"] = checkpoint.get("logged_step", 0)
+        self._logged_step = checkpoint.get("logged_step", 0)
 
 
 def answer_token_counts(store: Any, vocab_size: int) -> Tensor:

@@ -9,8 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
+from torch.optim import Muon as TorchMuon
 from torch.optim.lr_scheduler import LambdaLR
+
+from dspark_train.machine import DTYPES, choose_newton_schulz
 
 
 @dataclass
@@ -36,6 +39,66 @@ class OptimizerConfig:
     warmup: float = 0.04
 
 
+class Muon(TorchMuon):
+    """PyTorch's Muon, with its iterations in a dtype that the processor multiplies fast.
+
+    PyTorch's run in bfloat16 everywhere, which a processor without units for it emulates: a third of a step.
+    """
+
+    iterations: torch.dtype = torch.bfloat16
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Momentum, orthogonalisation of the update, decoupled decay, and a rate matched to AdamW's RMS."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                momentum, beta = state["momentum_buffer"], group["momentum"]
+                momentum.lerp_(parameter.grad, 1 - beta)
+                update = parameter.grad.lerp(momentum, beta) if group["nesterov"] else momentum
+                update = orthogonalise(
+                    update, group["ns_coefficients"], group["ns_steps"], group["eps"], self.iterations
+                )
+                scale = 0.2 * math.sqrt(max(parameter.shape))  # adjust_lr_fn "match_rms_adamw"
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * scale)
+        return loss
+
+
+def orthogonalise(
+    matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Newton-Schulz iterations towards the nearest semi-orthogonal matrix.
+
+    Args:
+        matrix: ``[m, n]``.
+        coefficients: of the odd polynomial of degree five.
+        steps: iterations.
+        eps: smallest norm.
+        dtype: of the products.
+
+    Returns:
+        ``[m, n]`` in the dtype of ``matrix``, singular values near one.
+    """
+    a, b, c = coefficients
+    x = matrix.to(dtype)
+    tall = x.shape[0] > x.shape[1]
+    x = x.mT if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
 class MuonAdamW(Optimizer):
     """Muon and AdamW behind one interface, as Lightning's automatic optimisation wants it.
 
@@ -49,7 +112,8 @@ class MuonAdamW(Optimizer):
         muon: dict[str, Any],
         adamw: dict[str, Any],
     ) -> None:
-        self.parts: list[Optimizer] = [Muon(list(matrices), **muon), AdamW(list(others), fused=True, **adamw)]
+        self.muon = Muon(list(matrices), **muon)
+        self.parts: list[Optimizer] = [self.muon, AdamW(list(others), fused=True, **adamw)]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
 
@@ -81,16 +145,22 @@ class MuonAdamW(Optimizer):
             part.state.update({key: value for key, value in self.state.items() if id(key) in owned})
 
 
-def schedule(total_steps: int, warmup: float) -> Callable[[int], float]:
-    """Factor of the learning rate at each step: linear from 0 over the warm-up share, then a cosine to 0."""
-    rising = max(1, math.ceil(total_steps * warmup))
+class Schedule:
+    """Factor of the learning rate at each step: linear from 0 over the warm-up share, then a cosine to 0.
 
-    def factor(step: int) -> float:
+    ``total_steps`` may change while training goes on, where a budget of time decides it.
+    """
+
+    def __init__(self, total_steps: int, warmup: float) -> None:
+        self.total_steps, self.warmup = total_steps, warmup
+
+    def factor(self, step: int) -> float:
+        """Of the step after ``step`` steps."""
+        rising = max(1, math.ceil(self.total_steps * self.warmup))
         if step < rising:
             return (step + 1) / rising
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rising) / max(1, total_steps - rising))))
-
-    return factor
+        share = (step - rising) / max(1, self.total_steps - rising)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -103,14 +173,14 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def build_optimizer(
-    config: OptimizerConfig, module: nn.Module, total_steps: int
+    config: OptimizerConfig, module: nn.Module, schedule: Schedule
 ) -> tuple[Optimizer, LambdaLR]:
     """Optimiser and per-step schedule over the trained parameters of ``module``.
 
     Args:
         config: the user's choices.
         module: the draft.
-        total_steps: optimiser steps of the run.
+        schedule: of the learning rate.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     adamw: dict[str, Any] = {
@@ -125,8 +195,11 @@ def build_optimizer(
         others = [parameter for name, parameter in named if not is_matrix(name, parameter)]
         muon = {"lr": config.muon_lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         optimizer = MuonAdamW(matrices, others, muon, adamw)
+        if matrices and matrices[0].device.type == "cpu":
+            widest = max(matrices, key=Tensor.numel)
+            optimizer.muon.iterations = DTYPES[choose_newton_schulz(*widest.shape).name]
     else:
         optimizer = AdamW([parameter for _, parameter in named], fused=True, **adamw)
         # a fused step would also unscale fp16 gradients, so Lightning refuses to clip before it; nothing here is scaled
         optimizer._step_supports_amp_scaling = False
-    return optimizer, LambdaLR(optimizer, schedule(total_steps, config.warmup))
+    return optimizer, LambdaLR(optimizer, schedule.factor)

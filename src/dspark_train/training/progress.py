@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+
+from dspark_train.progress import Stage, say, stage
 
 SHOWN = {
     "train/loss": "loss {:.3f}",
@@ -31,79 +23,69 @@ SHOWN = {
 
 
 class TrainingProgress(ProgressBar):
-    """One line for the whole run; on a pipe, one line each time that metrics are logged.
+    """Training and validation as stages of :mod:`dspark_train.progress`."""
 
-    Args:
-        plain: print lines even on a terminal.
-    """
-
-    def __init__(self, plain: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.console = Console(file=sys.stdout, soft_wrap=True)
-        self.lively = self.console.is_terminal and not plain
-        self.bar: Progress | None = None
-        self.task = TaskID(0)
-        self._printed = -1
-        self._enabled = True
+        self._training, self._validation = ExitStack(), ExitStack()
+        self._shown: Stage | None = None
+        self._checked: Stage | None = None
 
     def disable(self) -> None:
-        """Show nothing (ranks other than zero)."""
-        self._enabled = False
+        """Only the first rank shows anything in any case."""
 
     def enable(self) -> None:
-        """Show again."""
-        self._enabled = True
+        """Only the first rank shows anything in any case."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin."""
-        total = int(trainer.estimated_stepping_batches)
-        if not (self._enabled and self.lively):
-            return
-        self.bar = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            refresh_per_second=2,
+        """Show the steps from here on."""
+        self._shown = self._training.enter_context(
+            stage("training", steps_of(trainer, pl_module), "steps", trainer.global_step)
         )
-        self.bar.start()
-        self.task = self.bar.add_task("training", total=total, completed=trainer.global_step, metrics="")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Advance; the values are those that were logged last, so nothing waits for the device."""
-        step = trainer.global_step
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step, metrics=self.describe(trainer))
-        elif self._enabled and step != self._printed and step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self._printed = step
-            total = int(trainer.estimated_stepping_batches)
-            self.console.print(f"step {step}/{total}  {self.describe(trainer)}", highlight=False)
+        if self._shown is not None and trainer.global_step != self._shown.done:
+            self._shown.update(trainer.global_step, self.describe(trainer), steps_of(trainer, pl_module))
 
-    def describe(self, trainer: Trainer) -> str:
-        """Text of the metrics that were logged last."""
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the batches of a validation."""
+        total = sum(int(count) for count in trainer.num_val_batches if count != float("inf"))
+        self._checked = self._validation.enter_context(stage("held-out conversations", total, "batches"))
+
+    def on_validation_batch_end(self, *arguments: Any, **named: Any) -> None:
+        """Advance."""
+        if self._checked is not None:
+            self._checked.advance()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what it found."""
+        self._validation.close()
+        say(f"step {trainer.global_step}: {self.describe(trainer, ('val/', 'decode/'))}")
+
+    def describe(self, trainer: Trainer, prefixes: tuple[str, ...] = ("",)) -> str:
+        """Text of the metrics that were logged last, those with one of ``prefixes``."""
         values = trainer.logged_metrics
-        return "  ".join(text.format(float(values[name])) for name, text in SHOWN.items() if name in values)
+        shown = (name for name in SHOWN if name in values and name.startswith(prefixes))
+        return "  ".join(SHOWN[name].format(float(values[name])) for name in shown)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bar."""
-        if self._enabled:
-            self.console.print(*args, **kwargs)
+        say(" ".join(str(arg) for arg in args))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End."""
-        self._stop()
+        """Leave the terminal as it was."""
+        self._training.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the terminal as it was."""
-        self._stop()
+        self._validation.close()
+        self._training.close()
 
-    def _stop(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+
+def steps_of(trainer: Trainer, module: Any) -> int | None:
+    """Steps of the run, as the schedule has them now."""
+    schedule = getattr(module, "schedule", None)
+    return int(trainer.estimated_stepping_batches) if schedule is None else schedule.total_steps

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dspark_train.data.dataset import ExampleStore
-from dspark_train.data.module import collate
 from dspark_train.draft.linear_start import SLOT_WEIGHTS, StartSamples
 from dspark_train.errors import UserError
+from dspark_train.progress import stage
 from dspark_train.structures import TargetStates, TokenBatch
 
 SAMPLES = 60_000
 """Positions of training answers behind a linear start."""
-_BATCH = 8
 
 
 def gather_samples(
-    store: ExampleStore, states: Callable[[TokenBatch], TargetStates], limit: int = SAMPLES
+    batches: Iterable[TokenBatch], states: Callable[[TokenBatch], TargetStates], limit: int = SAMPLES
 ) -> StartSamples:
-    """Positions of training answers, in the order of a fixed shuffle, with what the target says there.
+    """Positions of training answers, with what the target says there.
 
     Args:
-        store: of the training split.
+        batches: of training, in the order in which the steps will ask for them.
         states: of a batch, from the target or from a feature cache.
         limit: positions after which no further batch is read.
 
@@ -33,22 +31,23 @@ def gather_samples(
         UserError: no answer is long enough.
     """
     features, tokens, hidden, first, found = [], [], [], None, 0
-    order = np.random.default_rng(0).permutation(len(store))
-    for start in range(0, len(order), _BATCH):
-        chosen = [int(index) for index in order[start : start + _BATCH]]
-        batch = collate(store, chosen)
-        answer = states(batch)
-        first = answer.features[0, 0] if first is None else first
-        for row, index in enumerate(chosen):
-            place = _anchors(store.loss_mask(index)).to(answer.features.device)
-            ids = batch.input_ids[row].to(place.device)
-            offsets = place[:, None] + torch.arange(len(SLOT_WEIGHTS), device=place.device)
-            features.append(answer.features[row, place - 1])
-            tokens.append(ids[offsets])
-            hidden.append(answer.last_hidden[row, offsets])
-            found += len(place)
-        if found >= limit:
-            break
+    with stage("first states", limit, "positions") as shown:
+        for batch in batches:
+            answer = states(batch)
+            first = answer.features[0, 0] if first is None else first
+            before = found
+            for row, length in enumerate(batch.lengths.tolist()):
+                mask = batch.loss_mask[row, :length].numpy()
+                place = _anchors(mask).to(answer.features.device)
+                ids = batch.input_ids[row].to(place.device)
+                offsets = place[:, None] + torch.arange(len(SLOT_WEIGHTS), device=place.device)
+                features.append(answer.features[row, place - 1])
+                tokens.append(ids[offsets])
+                hidden.append(answer.last_hidden[row, offsets])
+                found += len(place)
+            shown.advance(found - before)
+            if found >= limit:
+                break
     if first is None or not found:
         raise UserError(
             f"draft.init linear: no training answer has {len(SLOT_WEIGHTS) + 1} tokens; use init: random"

@@ -10,9 +10,10 @@ from tiny_models import tiny_target
 from torch import nn
 
 from dspark_train.decoding.layout import RowLayout
-from dspark_train.decoding.packed import MOST, PackedLinears, packed_linears, packed_product
 from dspark_train.decoding.target_pass import TargetPass
-from dspark_train.target.frozen import has_fast_bfloat16
+from dspark_train.machine import Choice
+from dspark_train.target import packed
+from dspark_train.target.packed import PackedLinears, has_bfloat16, packed_linears, packed_product
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -30,7 +31,7 @@ def half_target() -> nn.Module:
 
 
 PRODUCTS = given(
-    rows=st.integers(1, 40) | st.sampled_from([MOST[torch.float32] + 1, MOST[torch.bfloat16] + 1]),
+    rows=st.integers(1, 40) | st.sampled_from([33, 257, 2049]),
     out=st.integers(1, 40),
     size=st.integers(1, 70),
     bias=st.booleans(),
@@ -72,7 +73,7 @@ def test_weights_that_would_change_stay(spoil) -> None:
     assert packed_product(spoil(weight)) is None
 
 
-fast_bfloat16 = pytest.mark.skipif(not has_fast_bfloat16(CPU), reason="this processor emulates bfloat16")
+fast_bfloat16 = pytest.mark.skipif(not has_bfloat16(), reason="this processor emulates bfloat16")
 tiles = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="a row's bits are its own in tiles (AMX) only"
 )
@@ -141,7 +142,7 @@ def test_layers_of_one_input_share_a_product(dtype: torch.dtype, bias: bool) -> 
             ("v_proj", 1),
         ]:
             torch.testing.assert_close(owner[name]((x, y)[which]), expected[name][which], **tolerance)
-        many = torch.randn(MOST[dtype] + 1, 8).to(dtype)
+        many = torch.randn(2049, 8).to(dtype)
         torch.testing.assert_close(
             owner["k_proj"](many), nn.functional.linear(many, *owner["k_proj"].parameters())
         )
@@ -174,7 +175,7 @@ def test_bfloat16_verification_gives_plain_decodings_bits(rows: int) -> None:
     assert torch.equal(*passes)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 6, MOST[torch.float32], MOST[torch.float32] + 1])
+@pytest.mark.parametrize("rows", [1, 2, 6, 32, 33])
 def test_packed_passes_equal_plain_ones(rows: int) -> None:
     target = half_target()
     ids = torch.arange(5, 5 + rows)
@@ -194,6 +195,34 @@ def test_layers_are_as_before_afterwards() -> None:
     with TargetPass(target, 1, 8, features=False):
         assert all("forward" in vars(module) for module in linears)
     assert not any("forward" in vars(module) for module in linears)
+
+
+def test_rows_up_to_which_packing_pays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faked: the packed product wins up to 256 rows."""
+    monkeypatch.setattr(packed, "_most", {})
+    asked: list[str] = []
+
+    def faked(purpose: str, forms: dict, seconds: float) -> Choice:
+        asked.append(purpose)
+        assert list(forms) == ["plain", "packed"]
+        torch.testing.assert_close(forms["plain"](), forms["packed"]())
+        return Choice(purpose, "packed" if " 256 rows" in purpose else "plain")
+
+    monkeypatch.setattr(packed, "fastest", faked)
+    assert packed.most_rows(torch.float32) == 256
+    assert asked == ["products of 256 rows in float32", "products of 2,048 rows in float32"]
+    packed.most_rows(torch.float32)
+    assert len(asked) == 2
+
+
+def test_a_target_whose_large_passes_are_packed_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_most", {torch.float32: 2**40})
+    target = half_target()
+    ids = torch.arange(40).reshape(2, 20)
+    plain = target.states(ids)
+    target.form = Choice("", "float32, packed")
+    torch.testing.assert_close(target.states(ids).features, plain.features, atol=1e-5, rtol=1e-5)
+    assert not any("forward" in vars(module) for module in target.model.modules())
 
 
 def test_packing_is_done_once_and_again_when_weights_change() -> None:

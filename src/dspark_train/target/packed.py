@@ -9,13 +9,13 @@ each weight into the layout that its kernel wants, which costs more than the pro
 * bfloat16 weights keep their numbers, in the layout of oneDNN's kernels, where the processor multiplies in bfloat16.
 
 Layers that read the same input (queries, keys and values; gate and up) become one product. The copies take the
-memory that the weights take in bfloat16.
+memory that the weights take in bfloat16. How many rows a packed product is the faster one for is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark_train.target.frozen import has_fast_bfloat16
+from dspark_train.machine import fastest
 
-MOST = {torch.float32: 32, torch.bfloat16: 256}
-"""Rows up to which a packed product is the faster one."""
+ROWS = (32, 256, 2048)
+"""Numbers of rows at which packed products are held against plain ones."""
 LIKELY = 32
 """Rows that the layout of a bfloat16 weight is chosen for. With AMX, products of up to so many give each row the bits
 that it gets alone; larger ones add up in another order."""
@@ -159,6 +159,11 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
     return product
 
 
+def packed_or_plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """``x ↦ x Wᵀ``, with packed weights where they are the same numbers."""
+    return packed_product(weight) or (lambda x: F.linear(x, weight))
+
+
 def _pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Product of few rows with a weight that packs."""
     if weight.dtype == torch.float32:
@@ -180,7 +185,50 @@ def _multiply_bfloat16(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor
 
 
 def _small(x: Tensor) -> bool:
-    return x.numel() <= MOST[x.dtype] * x.shape[-1]
+    return x.numel() <= most_rows(x.dtype) * x.shape[-1]
+
+
+_most: dict[torch.dtype, int] = {}
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows up to which a packed product is the faster one here, measured at the first call (32 at least)."""
+    if dtype not in _most:
+        size = 768
+        weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).bfloat16().to(dtype)
+        packed = _pack(weight, None)
+        _most[dtype] = ROWS[0]
+        for rows in ROWS[1:]:
+            x = torch.ones(rows, size, dtype=dtype)
+            forms = {
+                "plain": lambda x=x: F.linear(x, weight),
+                "packed": lambda x=x: packed(x),
+            }
+            name = str(dtype).removeprefix("torch.")
+            if fastest(f"products of {rows:,} rows in {name}", forms, seconds=0.02).name == "plain":
+                break
+            _most[dtype] = rows if rows < ROWS[-1] else 2**40
+    return _most[dtype]
+
+
+@lru_cache(maxsize=2)
+def rows_stand_alone(dtype: torch.dtype) -> bool:
+    """Whether a decoder of so few rows gives each of them the bits that it gets alone.
+
+    Products are tried here; attention does so where the processor has tiles (AMX), and not elsewhere.
+    """
+    if dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1536, 576, generator=generator).to(dtype)
+    rows = torch.randn(8, 576, generator=generator).to(dtype)
+    multiply = packed_or_plain(weight)
+    return torch.equal(multiply(rows), torch.cat([multiply(row) for row in rows.split(1)]))
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN multiplies in bfloat16 on this processor; how fast, only a measurement tells."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packs(weight: Tensor) -> bool:
@@ -189,7 +237,7 @@ def _packs(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or weight.numel() == 0 or weight.is_inference():
         return False
     if weight.dtype == torch.bfloat16:
-        return has_fast_bfloat16(weight.device)
+        return has_bfloat16()
     if weight.dtype != torch.float32 or "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     weight = weight.detach()
