@@ -10,9 +10,8 @@ import pytest
 
 from dspark_train.data import build
 from dspark_train.data.build import BuildOptions, build_set
-from dspark_train.data.conversations import Conversation
+from dspark_train.data.conversations import Conversation, SplitShares
 from dspark_train.data.dataset import PreparedSet
-from dspark_train.data.options import SplitShares
 from dspark_train.data.tokenize import ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
 from dspark_train.files import file_digest

@@ -15,15 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from dspark_train.data.blocks import build_blocks, sample_weight, slot_weights
 from dspark_train.data.build import BuildOptions, build_set, new_manifest
-from dspark_train.data.conversations import Prompt
+from dspark_train.data.conversations import Prompt, SplitShares
 from dspark_train.data.dataset import MANIFEST, ExampleStore, PreparedSet
-from dspark_train.data.options import SplitShares
 from dspark_train.data.sampler import GlobalBatchSampler, MicroBatch, ValidationSampler, accumulation
 from dspark_train.data.tokenize import tokenizer_fingerprint
 from dspark_train.errors import UserError
-from dspark_train.files import file_digest
+from dspark_train.files import cache_folder, file_digest
 from dspark_train.structures import TokenBatch, TrainingBatch
-from dspark_train.target.embedded import cache_folder
 
 
 def collate(store: ExampleStore, samples: Sequence[int], *, filler: bool = False) -> TokenBatch:

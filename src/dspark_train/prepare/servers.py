@@ -15,7 +15,7 @@ import httpx
 
 from dspark_train.data.conversations import BadConversation, Conversation
 from dspark_train.errors import UserError
-from dspark_train.prepare.regenerate import Answer, Done, Failed, Progressing, Regenerate
+from dspark_train.prepare.answers import Answer, Done, Failed, Progressing, Regenerate
 
 
 class _ServerFailure(Exception):  # noqa: N818 - never leaves this file
