@@ -287,7 +287,15 @@ def row_of(line: Line) -> Any:
 
 def conversation_of_line(line: Line) -> Conversation:
     """Read a line of the JSONL file; raise BadConversation where it is no conversation."""
-    return conversation_from_row(row_of(line), line.where)
+    row = row_of(line)
+    conversation = conversation_from_row(row, line.where)
+    try:
+        line.text.decode()
+        if b"\\ud" in line.text.lower():  # half of a surrogate pair may be escaped
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise BadConversation("row is not valid Unicode", f"{line.where}: {error}") from error
+    return conversation
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
