@@ -57,10 +57,10 @@ class Regenerate:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "concurrency", "dead_after"):
             if getattr(self, name) < 1:
-                raise UserError(f"regenerate.{name} is {getattr(self, name)}: it must be at least 1")
+                raise UserError(f"regeneration.{name} is {getattr(self, name)}: it must be at least 1")
         for server in self.servers:
             if not server.startswith(("http://", "https://")):
-                raise UserError(f"regenerate.servers: {server!r} is no address; expected http://host:port")
+                raise UserError(f"regeneration.servers: {server!r} is no address; expected http://host:port")
 
     def delay(self, attempt: int) -> float:
         """Seconds to wait after the ``attempt``-th wrong answer in a row (from 1)."""
@@ -116,6 +116,11 @@ class Progressing:
         return {**self.conversation.template, **thinking}
 
     @property
+    def so_far(self) -> Conversation:
+        """The conversation with the answers that it has."""
+        return replace(self.conversation, messages=self.messages, template=self.template)
+
+    @property
     def seed(self) -> int:
         """Of the next answer."""
         content = json.dumps([self._options.seed, self.messages], sort_keys=True, default=str)
@@ -126,9 +131,7 @@ class Progressing:
         content, thinking = answer.content, answer.thinking
         if not self._options.keep_thinking and (thinking or "<think>" in content or "</think>" in content):
             content = content.rpartition("</think>")[2].lstrip("\n")
-            content = content.partition("<think>")[
-                0
-            ]  # of an answer that was cut while thinking nothing is left
+            content = content.partition("<think>")[0]  # nothing is left of an answer cut while thinking
             thinking = None
             answer = replace(answer, prompt_ids=None, answer_ids=None)
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -155,9 +158,7 @@ class Progressing:
             if answer.prompt_ids is not None and answer.answer_ids is not None
         ]
         finished = replace(
-            self.conversation,
-            messages=self.messages,
-            template=self.template,
+            self.so_far,
             finished=self._answers[-1].stop != "length",
             turns=turns if len(turns) == len(self._answers) else (),
         )

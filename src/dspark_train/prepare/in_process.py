@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -52,7 +51,7 @@ def answer_in_process(
         for key, conversation in items:
             item = Progressing(conversation, options)
             with _failing(conversation, failed):
-                active.append((key, item, _prompt_ids(item, encoder)))
+                active.append((key, item, encoder.continue_ids(item.so_far)))
         while active:
             active.sort(key=lambda entry: len(entry[2]))
             batch, active = active[: options.concurrency], active[options.concurrency :]
@@ -70,12 +69,7 @@ def answer_in_process(
                     done(item, key)
                     continue
                 with _failing(item.conversation, failed):
-                    active.append((key, item, _prompt_ids(item, encoder)))
-
-
-def _prompt_ids(item: Progressing, encoder: ConversationEncoder) -> list[int]:
-    conversation = replace(item.conversation, messages=item.messages, template=item.template)
-    return encoder.continue_ids(conversation)
+                    active.append((key, item, encoder.continue_ids(item.so_far)))
 
 
 @contextmanager

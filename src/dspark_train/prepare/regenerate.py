@@ -1,10 +1,9 @@
-"""The second stage: the target answers every prompt itself, so that the draft learns from its own
-distribution.
+"""The second stage: the target answers every prompt itself, so that the draft learns the target's distribution.
 
-Every conversation is answered turn by turn, each turn on the regenerated history. Finished conversations are
-appended to ``regenerated.partial.jsonl`` at once, one line and one flush each, by one writer; a later run
-skips what is there, recognised by a hash of content and options. At the end the file is written once more in
-the order of the collected one, so that an interrupted run ends with the same file as an undisturbed one.
+Every conversation is answered turn by turn, each turn on the regenerated history. A finished conversation is
+appended to ``regenerated.partial.jsonl`` at once. A later run skips what is there, by a hash of content and
+options. At the end ``regenerated.jsonl`` is written in the order of ``collected.jsonl``, so that an interrupted
+run ends with the same file as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from dspark_train.data.conversations import BadConversation, Conversation, read_conversations
 from dspark_train.errors import UserError
@@ -98,71 +97,29 @@ def regenerate(
     """
     if not options.servers and (generate is None or encoder is None):
         raise UserError(
-            "regenerate: name servers in regenerate.servers, or a target to generate with in this process"
+            "regenerate: name servers in regeneration.servers, or a target to generate with in this process"
         )
     out = folder / "regenerated.jsonl"
     answers = AnswerFile(folder / "regenerated.partial.jsonl")
     tally: Counter[str] = Counter()
-    doubtful: list[tuple[Progressing, str, dict[str, Any]]] = []
     # whose answers the file of a former run holds, which an interrupted run leaves there
     answered = read_json(folder / "regenerated.json").get(COLLECTED)
     bad_path = folder / "regenerated.bad.jsonl"
     try:
         with bad_path.open("w") as bad:
-
-            def done(item: Progressing, key: str) -> None:
-                row = item.row(key)
-                if (
-                    encoder is None
-                    or not options.servers
-                    or "turns" not in row
-                    or check_prompt(row["turns"][0]["prompt_ids"], item, encoder, tally)
-                ):
-                    keep(item, key, row)
-                    return
-                doubtful.append((item, key, row))
-                if (
-                    len(doubtful) >= _PROMPTS_COMPARED
-                ):  # others, as many at least, were read as they should be
-                    keep_doubtful()
-
-            def keep_doubtful() -> None:
-                while doubtful:
-                    keep(*doubtful.pop(0))
-
-            def keep(item: Progressing, key: str, row: dict[str, Any]) -> None:
-                answers.append(key, row)
-                tally["answered"] += 1
-                for stop, usage in zip(row["stop"], row["usage"], strict=True):
-                    tally[f"stop: {stop}"] += 1
-                    tally["answer tokens"] += (usage or {}).get("completion_tokens", 0)
-                if "turns" in row:
-                    tally["with exact tokens"] += 1
-                elif encoder is not None:
-                    tally.update(retokenization(item, row["usage"], encoder))
-                if progress:
-                    progress(1, sum((usage or {}).get("completion_tokens", 0) for usage in row["usage"]))
-
-            def failed(conversation: Conversation, error: BadConversation) -> None:
-                tally["failed"] += 1
-                tally[f"failed: {error.reason}"] += 1
-                bad.write(
-                    json.dumps({"id": conversation.id, "reason": error.reason, "detail": error.detail}) + "\n"
-                )
-                bad.flush()
-
+            received = _Received(answers, tally, bad, encoder, bool(options.servers), progress)
             todo = _unanswered(collected, options, target, answers, tally, progress)
             if options.servers:
                 from dspark_train.prepare.servers import answer_over_http
 
-                answer_over_http(todo, options, done, failed)
+                answer_over_http(todo, options, received.done, received.failed)
             else:
                 from dspark_train.prepare.in_process import answer_in_process
 
                 assert generate is not None
                 assert encoder is not None
-                answer_in_process(todo, options, encoder, generate, done, failed)
-            keep_doubtful()
+                answer_in_process(todo, options, encoder, generate, received.done, received.failed)
+            received.keep_doubtful()
         total = _write_in_order(collected, options, target, answers, out)
         answered = file_digest(collected)
     finally:
@@ -190,45 +147,97 @@ def check_collected(regenerated: Path, collected: Path) -> None:
         )
 
 
-def check_prompt(
-    found: Sequence[int], item: Progressing, encoder: ConversationEncoder, tally: Counter[str]
-) -> bool:
-    """Whether the tokens that a server read before its first answer are those that the target would read.
+class _Received:
+    """What becomes of the answers: they are checked, kept and counted.
 
-    Raises:
-        UserError: most of the first prompts differ, so that another model answers, or another template.
+    Args:
+        answers: where they are kept.
+        tally: where they are counted.
+        bad: list of the conversations that got none.
+        encoder: of the target; None checks nothing.
+        by_servers: servers answer, of which it is to be seen what they serve.
+        progress: told (conversations, answer tokens) more after each one.
     """
-    first = next(index for index, message in enumerate(item.messages) if message["role"] == "assistant")
-    asked = replace(item.conversation, messages=item.messages[:first], template=item.template)
-    same = encoder.continue_ids(asked) == list(found)
-    tally[_SAME_PROMPT if same else _OTHER_PROMPT] += 1
-    others = tally[_OTHER_PROMPT]
-    if others >= _PROMPTS_COMPARED and others > tally[_SAME_PROMPT]:
-        raise UserError(
-            f"the server read other tokens than {encoder.tokenizer.name_or_path} makes of the same messages, {others} "
-            f"times (the same ones {tally[_SAME_PROMPT]} times): it serves another model, or another chat template. "
-            "None of these answers is kept; name the target that is served, or serve the target"
-        )
-    return same
+
+    def __init__(
+        self,
+        answers: AnswerFile,
+        tally: Counter[str],
+        bad: IO[str],
+        encoder: ConversationEncoder | None,
+        by_servers: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._answers, self._tally, self._bad = answers, tally, bad
+        self._encoder, self._by_servers, self._progress = encoder, by_servers, progress
+        self._doubtful: list[tuple[Progressing, str, dict[str, Any]]] = []
+
+    def done(self, item: Progressing, key: str) -> None:
+        """Take a complete conversation. One whose prompt was read otherwise waits for others to compare with."""
+        row = item.row(key)
+        to_check = self._encoder if self._by_servers and "turns" in row else None
+        if to_check is None or self._same_prompt(row["turns"][0]["prompt_ids"], item, to_check):
+            self._keep(item, key, row)
+            return
+        self._doubtful.append((item, key, row))
+        if len(self._doubtful) >= _PROMPTS_COMPARED:  # as many others, at least, were read as they should be
+            self.keep_doubtful()
+
+    def keep_doubtful(self) -> None:
+        """Keep the conversations that wait: there was no reason to stop."""
+        while self._doubtful:
+            self._keep(*self._doubtful.pop(0))
+
+    def failed(self, conversation: Conversation, error: BadConversation) -> None:
+        """Count and list a conversation that got no answer."""
+        self._tally["failed"] += 1
+        self._tally[f"failed: {error.reason}"] += 1
+        row = {"id": conversation.id, "reason": error.reason, "detail": error.detail}
+        self._bad.write(json.dumps(row) + "\n")
+        self._bad.flush()
+
+    def _keep(self, item: Progressing, key: str, row: dict[str, Any]) -> None:
+        self._answers.append(key, row)
+        self._tally["answered"] += 1
+        for stop in row["stop"]:
+            self._tally[f"stop: {stop}"] += 1
+        tokens = sum((usage or {}).get("completion_tokens", 0) for usage in row["usage"])
+        self._tally["answer tokens"] += tokens
+        if "turns" in row:
+            self._tally["with exact tokens"] += 1
+        elif self._encoder is not None:
+            self._tally[_tokenized_again(item, tokens, self._encoder)] += 1
+        if self._progress:
+            self._progress(1, tokens)
+
+    def _same_prompt(self, found: Sequence[int], item: Progressing, encoder: ConversationEncoder) -> bool:
+        """Whether the tokens that a server read before its first answer are those that the target would read.
+
+        Raises:
+            UserError: most of the first prompts differ, so that another model answers, or another template.
+        """
+        first = next(index for index, message in enumerate(item.messages) if message["role"] == "assistant")
+        asked = replace(item.so_far, messages=item.messages[:first])
+        same = encoder.continue_ids(asked) == list(found)
+        self._tally[_SAME_PROMPT if same else _OTHER_PROMPT] += 1
+        alike, others = self._tally[_SAME_PROMPT], self._tally[_OTHER_PROMPT]
+        if others >= _PROMPTS_COMPARED and others > alike:
+            raise UserError(
+                f"the server read other tokens than {encoder.tokenizer.name_or_path} makes of the same messages, "
+                f"{others} times (the same ones {alike} times): it serves another model, or another chat template. "
+                "None of these answers is kept; name the target that is served, or serve the target"
+            )
+        return same
 
 
-def retokenization(
-    item: Progressing, usage: Sequence[dict[str, int] | None], encoder: ConversationEncoder
-) -> Counter[str]:
-    """Compare the number of tokens that the server counted with that of the answer's text, tokenized
-    again.
-    """
-    found: Counter[str] = Counter()
-    counted = sum((each or {}).get("completion_tokens", 0) for each in usage)
-    conversation = replace(item.conversation, messages=item.messages, template=item.template)
+def _tokenized_again(item: Progressing, counted: int, encoder: ConversationEncoder) -> str:
+    """What the answers' text gives when it is tokenized, beside the number of tokens that the server counted."""
     try:
-        examples = encoder.encode(conversation)
+        examples = encoder.encode(item.so_far)
     except BadConversation as error:
-        found[f"not tokenized again: {error.reason}"] += 1
-        return found
+        return f"not tokenized again: {error.reason}"
     again = sum(int(example.loss_mask.sum()) for example in examples)
-    found["tokenized again: same" if again == counted else "tokenized again: different length"] += 1
-    return found
+    return "tokenized again: same" if again == counted else "tokenized again: different length"
 
 
 def _unanswered(
