@@ -288,14 +288,12 @@ def _check(source: Path, folder: Path, manifest: Manifest, options: BuildOptions
     )
     if not manifest.splits:
         raise UserError(
-            f"no supervised token in the data: none of the {manifest.conversations} conversations of "
-            f"{source} gives "
-            f"an example ({reasons})"
+            f"no supervised token in the data: none of the {manifest.conversations} conversations of {source} "
+            f"gives an example ({reasons})"
         )
     faulty = sum(manifest.errors.values())
     if faulty > options.max_error_share * manifest.conversations:
         raise UserError(
             f"{faulty} of {manifest.conversations} conversations of {source} are faulty, more than "
-            "max_error_share "
-            f"{options.max_error_share:g} allows ({reasons}); see {folder / 'bad.jsonl'}"
+            f"max_error_share {options.max_error_share:g} allows ({reasons}); see {folder / 'bad.jsonl'}"
         )

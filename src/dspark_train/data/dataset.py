@@ -7,7 +7,7 @@ A set is a folder::
     shard-00000.json            counts of a finished shard (:class:`~dspark_train.files.Shards`)
     bad.jsonl                   conversations that could not be used, with the reason
 
-No epoch loads a set: rows are read from the mapped files when a batch needs them.
+Rows are read from the mapped files when a batch needs them.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Manifest:
     fingerprint: str
     """Of tokenizer, template, recipe, source and code version together."""
     tokenizer: str
-    """Fingerprint of tokenizer and chat template
-    (:func:`~dspark_train.data.tokenize.tokenizer_fingerprint`).
-    """
+    """Of tokenizer and chat template (:func:`~dspark_train.data.tokenize.tokenizer_fingerprint`)."""
     tokenizer_name: str
     max_length: int
     template: dict[str, Any]
@@ -192,8 +190,7 @@ class PreparedSet:
             raise UserError(
                 f"{self.folder} was made for another target: tokenizer and template of "
                 f"{self.manifest.tokenizer_name!r} ({self.manifest.tokenizer}), not of {name!r} "
-                f"({fingerprint}). "
-                "Run `prepare` for this target"
+                f"({fingerprint}). Run `prepare` for this target"
             )
 
 

@@ -1,8 +1,7 @@
 """The first stage: sources to one file of conversations. Filters, removes duplicates, mixes, and splits.
 
-The order of the result and the choice of rows depend on the recipe's seed and on what the rows say, never on
-their place in a source. A source that was read to its end is kept; an interrupted run goes on with the next
-one.
+The choice of rows and their order depend on the recipe's seed and on what the rows say, not on their place in a
+source. An interrupted run continues after the last source that was read to its end.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class CollectOptions:
 
 
 class Deduplicator:
-    """Remembers what users said, and recognises it."""
+    """Recognises conversations whose user turns were there before."""
 
     BANDS, ROWS = 16, 8
 

@@ -1,6 +1,4 @@
-"""Answers from OpenAI-compatible servers: several addresses, bounded concurrency, retries, dead servers
-left alone.
-"""
+"""Answers from OpenAI-compatible servers: bounded concurrency, retries, and dead servers left alone."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ class Source:
     format: Format = "auto"
     """How a row is read; ``auto`` looks at its columns."""
     columns: dict[str, str | list[str]] = field(default_factory=dict)
-    """Column names, where they are not the usual ones: keys messages, prompt, response, system, text,
-    input_ids,
+    """Column names, where they are not the usual ones: keys messages, prompt, response, system, text, input_ids,
     loss_mask, tools, domain, id, split. Several columns are joined by an empty line."""
     subset: str | None = None
     """Configuration name of a hub data set."""
