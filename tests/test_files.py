@@ -137,6 +137,14 @@ def test_finished_parts_are_kept_and_the_manifest_comes_last(tmp_path: Path) -> 
     }
 
 
+def test_records_without_sizes_count(tmp_path: Path) -> None:
+    """They were not always written."""
+    work(make(tmp_path, 2))
+    (tmp_path / "shard-00001.json").write_text('{"length": 6}')
+    assert work(make(tmp_path, 2)) == []
+    assert make(tmp_path, 2).record(1) == {"length": 6}
+
+
 def test_parts_of_another_identity_are_refused(tmp_path: Path) -> None:
     work(make(tmp_path / "text"))
     with pytest.raises(UserError, match=r"text holds parts of others: choose another output folder"):

@@ -291,7 +291,7 @@ def conversation_of_line(line: Line) -> Conversation:
     conversation = conversation_from_row(row, line.where)
     try:
         line.text.decode()
-        if b"\\ud" in line.text.lower():  # half of a surrogate pair may be escaped
+        if b"\\ud" in line.text or b"\\uD" in line.text:  # escaped surrogates, which may be halves of a pair
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeError as error:
         raise BadConversation("row is not valid Unicode", f"{line.where}: {error}") from error
