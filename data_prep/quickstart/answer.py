@@ -16,13 +16,15 @@ import json
 import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import httpx
+
+from dspark_train.files import Journal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prompts import Prompt, generate_prompts
@@ -35,16 +37,11 @@ TIMEOUT_SECONDS = 900
 
 def post_json(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """POST `body` as JSON and return the decoded reply; an HTTP error carries the server's own message."""
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as reply:
-            decoded: dict[str, Any] = json.load(reply)
-            return decoded
-    except urllib.error.HTTPError as error:
-        detail = error.read().decode(errors="replace")[:500]
-        raise RuntimeError(f"{url} answered {error.code}: {detail}") from error
+    reply = httpx.post(url, json=body, timeout=TIMEOUT_SECONDS)
+    if reply.is_error:
+        raise RuntimeError(f"{url} answered {reply.status_code}: {reply.text[:500]}")
+    decoded: dict[str, Any] = reply.json()
+    return decoded
 
 
 def answer(url: str, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -72,21 +69,6 @@ def answer(url: str, model: str, prompt: Prompt) -> dict[str, Any]:
         "answer_ids": choice["token_ids"],
         "finished": choice["finish_reason"] == "stop",
     }
-
-
-def read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows already written, by id. A last line that a crash cut short is removed from the file."""
-    rows: dict[str, dict[str, Any]] = {}
-    if not path.exists():
-        return rows
-    data = path.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    if len(complete) < len(data):
-        os.truncate(path, len(complete))
-    for line in complete.decode().split("\n")[:-1]:
-        row = json.loads(line)
-        rows[row["id"]] = row
-    return rows
 
 
 def in_flight(
@@ -127,14 +109,13 @@ def main() -> None:
     args = parser.parse_args()
 
     prompts = generate_prompts()
-    rows = read_rows(args.out)
-    todo = [prompt for prompt in prompts if prompt.id not in rows]
-    print(f"{len(prompts)} prompts, {len(prompts) - len(todo)} answered before", flush=True)
     start, tokens = time.monotonic(), 0
-    with ThreadPoolExecutor(args.concurrency) as pool, args.out.open("a", encoding="utf-8") as file:
+    with ThreadPoolExecutor(args.concurrency) as pool, Journal(args.out) as journal:
+        rows = {row["id"]: row for row in (line.value() for line in journal.lines())}
+        todo = [prompt for prompt in prompts if prompt.id not in rows]
+        print(f"{len(prompts)} prompts, {len(prompts) - len(todo)} answered before", flush=True)
         for count, row in enumerate(in_flight(pool, args.url, args.model, todo, args.concurrency), 1):
-            file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
-            file.flush()
+            journal.append(row)
             rows[row["id"]] = row
             tokens += len(row["answer_ids"])
             if count % 50 == 0 or count == len(todo):

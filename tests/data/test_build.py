@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,8 @@ import pytest
 
 from dspark_train.data import build
 from dspark_train.data.build import BuildOptions, build_set
-from dspark_train.data.conversations import Conversation
+from dspark_train.data.conversations import Conversation, SplitShares
 from dspark_train.data.dataset import PreparedSet
-from dspark_train.data.options import SplitShares
 from dspark_train.data.tokenize import ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
 from dspark_train.files import file_digest
@@ -106,6 +109,69 @@ def test_faults_are_listed_and_too_many_stop_the_run(tmp_path: Path, chatml: Any
         UserError, match=r"2 of 23 conversations .* are faulty, more than max_error_share 0\.05"
     ):
         build_set(path, tmp_path / "strict", chatml, BuildOptions(max_length=100))
+
+
+def test_half_a_character_is_a_fault_of_its_row(tmp_path: Path, chatml: Any) -> None:
+    messages = [{"role": "user", "content": "a \U0001f600"}, {"role": "assistant", "content": "yes ok"}]
+    rows: list[dict[str, Any]] = [{"id": str(index)} for index in range(8)]
+    rows += [{"id": "\ud800"}, {"id": "8", "domain": "\ud83d"}, {"id": "9", "tools": [{"name": "\udc00"}]}]
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps(row | {"messages": messages}).encode() for row in rows]
+    path.write_bytes(b"\n".join([*lines, lines[0].replace(b'"0"', b'"\xff"')]))
+    prepared = build_set(path, tmp_path / "set", chatml, BuildOptions(max_length=100, max_error_share=0.5))
+    assert prepared.manifest.errors == {"row is not valid Unicode": 4}
+
+
+def test_files_made_elsewhere_are_read(tmp_path: Path, chatml: Any, conversations_file: Path) -> None:
+    """A byte order mark, line breaks of two characters, blank lines, and no line break at the end."""
+    path = tmp_path / "x.jsonl"
+    lines = conversations_file.read_bytes().splitlines()[:100]
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(lines))
+    plain = tmp_path / "plain.jsonl"
+    plain.write_bytes(b"\n".join(lines) + b"\n")
+    options = BuildOptions(max_length=200)
+    prepared = build_set(path, tmp_path / "set", chatml, options)
+    assert prepared.manifest.errors == {}
+    assert contents(prepared) == contents(build_set(plain, tmp_path / "plain", chatml, options))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tiny_tokenizers import CHATML, make_tokenizer
+from dspark_train.data import build
+build.SHARD_LINES = 40
+told = []
+
+def kill(count, total):
+    told.append(count)
+    if sum(told) >= 150:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+source, folder = map(Path, sys.argv[2:])
+options = build.BuildOptions(max_length=200)
+build.build_set(source, folder, make_tokenizer(CHATML), options, progress=kill)
+"""
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_killed_build_goes_on_and_two_share_the_work(
+    conversations_file: Path, tmp_path: Path, chatml: Any
+) -> None:
+    options = BuildOptions(max_length=200)
+    whole = build_set(conversations_file, tmp_path / "whole", chatml, options)
+    words = [str(Path(__file__).parent.parent), str(conversations_file), str(tmp_path / "cut")]
+    done = subprocess.run([sys.executable, "-c", KILLED, *words], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "cut").glob("shard-*.json"))) == 3
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(build_set, conversations_file, tmp_path / "cut", chatml, options) for _ in range(2)
+        ]
+        first, second = (each.result() for each in both)
+    assert contents(first) == contents(second) == contents(whole)
+    assert first.manifest == second.manifest == whole.manifest
 
 
 def test_fingerprint_names_everything(

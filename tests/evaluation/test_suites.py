@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dspark_train.errors import UserError
-from dspark_train.evaluation.suites import HUB, load_suite, read_jsonl
+from dspark_train.evaluation.suites import HUB, load_suite, read_suite
 
 
 def write(path: Path, rows: list[object]) -> Path:
@@ -20,7 +20,7 @@ def test_every_row_shape_gives_what_the_user_says(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u1"}]
     messages += [{"role": "assistant", "content": "a1"}, {"role": "user", "content": "u2"}]
     rows = [{"turns": ["one", "two"]}, {"prompt": "three", "domain": "code"}, {"messages": messages}]
-    prompts = read_jsonl(write(tmp_path / "own.jsonl", rows), "chat")
+    prompts = read_suite(write(tmp_path / "own.jsonl", rows), "chat")
     assert [prompt.turns for prompt in prompts] == [("one", "two"), ("three",), ("u1", "u2")]
     assert [prompt.domain for prompt in prompts] == ["chat", "code", "chat"]
     assert [prompt.index for prompt in prompts] == [0, 1, 2]
@@ -30,14 +30,14 @@ def test_every_row_shape_gives_what_the_user_says(tmp_path: Path) -> None:
 def test_a_row_without_turns_is_named_by_its_line(tmp_path: Path, row: object) -> None:
     path = write(tmp_path / "bad.jsonl", [{"prompt": "fine"}, row])
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2"):
-        read_jsonl(path)
+        read_suite(path)
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "fine"}\n\n{"prompt": ')
     with pytest.raises(UserError, match="line 3"):
-        read_jsonl(path)
+        read_suite(path)
 
 
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     text = "one\u2028two\u0085three"
     path = tmp_path / "suite.jsonl"
     path.write_text(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert [prompt.turns for prompt in read_jsonl(path)] == [(text,)]
+    assert [prompt.turns for prompt in read_suite(path)] == [(text,)]
 
 
 def test_prompts_are_drawn_by_seed_and_name_in_order(tmp_path: Path) -> None:

@@ -189,6 +189,11 @@ def test_further_drafts_may_join_but_none_may_change(tmp_path: Path) -> None:
     file = RecordFile(path, {"drafts": {"a": 1}})
     file.append(record("plain", 0))
     assert RecordFile(path, {"drafts": {"b": 2}}).records == file.records
+    content = path.read_text()
+    assert RecordFile(path, {"drafts": {"a": 1, "b": 2}}).records == file.records
+    assert path.read_text() == content  # nothing new is written
+    with pytest.raises(UserError, match=r"differs: drafts\.b"):
+        RecordFile(path, {"drafts": {"b": 3}})
     with pytest.raises(UserError, match=r"differs: drafts\.a"):
         RecordFile(path, {"drafts": {"a": 2}})
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_train.data.conversations import BadConversation, assign_split, conversation_from_row
-from dspark_train.data.options import SplitShares
+from dspark_train.data.conversations import BadConversation, SplitShares, conversation_from_row
 from dspark_train.errors import UserError
 from dspark_train.prepare.collect import CollectOptions, Deduplicate, Filters, collect
 from dspark_train.prepare.sources import Source, conversation_of, count_rows, read_source
@@ -365,8 +364,8 @@ def test_splits_are_by_prompt_and_of_the_right_size(tmp_path: Path) -> None:
 
 @given(st.text(), st.integers(0, 5))
 def test_a_larger_held_out_share_moves_nothing_out_of_it(key: str, seed: int) -> None:
-    if assign_split(key, seed=seed, calibration=0.1, heldout=0.1) == "heldout":
-        assert assign_split(key, seed=seed, calibration=0.1, heldout=0.3) == "heldout"
+    if SplitShares(calibration=0.1, heldout=0.1, seed=seed).split_of(key) == "heldout":
+        assert SplitShares(calibration=0.1, heldout=0.3, seed=seed).split_of(key) == "heldout"
 
 
 def test_interrupted_collect_goes_on_with_the_next_source(

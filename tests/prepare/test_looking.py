@@ -11,13 +11,13 @@ from tiny_data import write_rows, write_target
 
 from dspark_train.cli import prepare as commands
 from dspark_train.data.build import BuildOptions, build_set
+from dspark_train.data.conversations import SplitShares
 from dspark_train.data.dataset import PreparedSet
-from dspark_train.data.options import SplitShares
 from dspark_train.decoding.decoder import Decoder
 from dspark_train.errors import UserError
 from dspark_train.machine import Choice
+from dspark_train.prepare.answers import Regenerate
 from dspark_train.prepare.looking import SUPERVISED, coloured, examples_of, print_example, print_stats
-from dspark_train.prepare.regenerate import Regenerate
 from dspark_train.prepare.sources import Source
 from dspark_train.target.frozen import FrozenTarget
 

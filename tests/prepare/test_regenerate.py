@@ -17,7 +17,8 @@ import pytest
 from dspark_train.data.conversations import DroppedConversation, conversation_from_row
 from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.errors import UserError
-from dspark_train.prepare.regenerate import AnswerFile, Regenerate, check_collected, regenerate, request_key
+from dspark_train.prepare.answers import Regenerate, request_key
+from dspark_train.prepare.regenerate import AnswerFile, check_collected, regenerate
 
 Fault = Callable[[int, dict[str, Any]], str | None]
 
@@ -498,7 +499,7 @@ def test_options_are_checked(collected: Path, tmp_path: Path) -> None:
         Regenerate(servers=["localhost:8000"])
     with pytest.raises(UserError, match="concurrency is 0"):
         Regenerate(concurrency=0)
-    with pytest.raises(UserError, match="name servers in regenerate"):
+    with pytest.raises(UserError, match=r"name servers in regeneration\.servers"):
         regenerate(collected, tmp_path, Regenerate())
 
 

@@ -10,15 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dspark_train.data.options import SplitShares
+from dspark_train.data.conversations import SplitShares
 from dspark_train.errors import UserError
 from dspark_train.files import count_lines
+from dspark_train.prepare.answers import Regenerate
 from dspark_train.prepare.collect import CollectOptions, Deduplicate, Filters, collect
-from dspark_train.prepare.regenerate import Generate, Regenerate, check_collected, regenerate
+from dspark_train.prepare.regenerate import check_collected, regenerate
 from dspark_train.prepare.sources import Source, count_rows
 
 if TYPE_CHECKING:
     from dspark_train.data.tokenize import ConversationEncoder
+    from dspark_train.prepare.in_process import Generate
 
 Stage = Literal["collect", "regenerate", "tokenize"]
 STAGES: tuple[Stage, ...] = ("collect", "regenerate", "tokenize")

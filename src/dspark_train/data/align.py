@@ -1,9 +1,8 @@
 """From ranges of characters to ranges of tokens, exactly or not at all.
 
-Byte-level tokenizers lose nothing: the bytes of the tokens, one after the other, are the bytes of the text.
-There the boundaries are sums of the tokens' byte lengths, which is fast and also right for the spaces that
-such tokenizers leave out of their reported offsets. For all others, and wherever the sums do not add up to
-the text, the offsets are used.
+The tokens of a byte-level tokenizer, one after the other, are the bytes of the text. There, token boundaries are
+sums of byte lengths. That is fast, and right for the spaces that such tokenizers leave out of their offsets. For
+all other tokenizers, and where the sums do not give the text's length, the offsets are used.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ class TextTokens:
         self._encoding, self._ends = encoding, ends
 
     def range(self, start: int, end: int) -> tuple[int, int] | None:
-        """Return the tokens that cover exactly ``text[start:end]``; None where a token crosses one of its
-        ends.
-        """
+        """Return the tokens that cover exactly ``text[start:end]``; None where a token crosses one of its ends."""
         if end <= start:
             return None
         if self._ends is None:
@@ -140,7 +137,7 @@ def _range_by_offsets(encoding: Encoding, text: str, start: int, end: int) -> tu
 
 
 def _range_by_all_offsets(encoding: Encoding, text: str, start: int, end: int) -> tuple[int, int] | None:
-    """Do the same where some characters belong to no token's offsets (trimmed, or normalised away)."""
+    """Find the tokens of a range where some characters are in no token's offsets (trimmed, or normalised away)."""
     offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     begins, ends = offsets[:, 0], offsets[:, 1]
     inside = np.flatnonzero((begins >= start) & (ends <= end) & (ends > begins))

@@ -8,7 +8,8 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ from dspark_train.data.conversations import (
     BadConversation,
     Conversation,
     DroppedConversation,
-    assign_split,
-    conversation_from_row,
+    SplitShares,
+    conversation_of_line,
 )
-from dspark_train.data.dataset import MANIFEST, Manifest, PreparedSet, ShardWriter, gather_manifest
-from dspark_train.data.options import SplitShares
+from dspark_train.data.dataset import MANIFEST, Manifest, PreparedSet, ShardWriter, add_counts
 from dspark_train.data.tokenize import TOKENIZE_VERSION, ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
-from dspark_train.files import locked
+from dspark_train.files import Line, Shard, Shards, locked, read_lines
 
 Progress = Callable[[int, int], None]
 """Called with (conversations done since the last call, conversations in all)."""
@@ -50,13 +50,21 @@ class BuildOptions:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _Part:
+    """Lines of the source that one shard is made of."""
+
     source: Path
-    folder: Path
-    index: int
     offset: int
+    """Bytes before them."""
     first_line: int
-    lines: int
+    """From 1."""
+    count: int
+
+    def lines(self) -> Iterator[Line]:
+        end = self.first_line + self.count
+        return takewhile(
+            lambda line: line.number < end, read_lines(self.source, self.offset, self.first_line)
+        )
 
 
 def build_set(
@@ -70,6 +78,8 @@ def build_set(
     recipe: Mapping[str, Any] | None = None,
 ) -> PreparedSet:
     """Tokenize a file of conversations into ``folder``; shards that an earlier run finished are kept.
+
+    Several processes may make the same set at once: they share the work.
 
     Args:
         source: JSONL of conversations.
@@ -86,40 +96,48 @@ def build_set(
     if not source.is_file():
         raise UserError(f"no such conversations file: {source}. Make it with `prepare`, or correct the path")
     encoder = ConversationEncoder(tokenizer, max_length=options.max_length, arguments=options.template)
-    digest, shards = _plan_shards(source, folder)
+    digest, parts = _cut(source)
     manifest = new_manifest(source, digest, tokenizer, options, recipe)
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / ".lock"):
-        if (folder / MANIFEST).exists():
-            finished = PreparedSet(folder)
-            if finished.manifest.fingerprint == manifest.fingerprint:
-                return finished
-            raise UserError(
-                f"{folder} already holds another set ({finished.manifest.fingerprint}, wanted "
-                f"{manifest.fingerprint}): "
-                "choose another folder or remove it"
-            )
-        _claim(folder, manifest.fingerprint)
-        total = sum(shard.lines for shard in shards)
-        todo = []
-        for shard in shards:
-            if (folder / f"shard-{shard.index:05d}.json").exists():
-                if progress:
-                    progress(shard.lines, total)
-            else:
-                todo.append(shard)
-        if workers > 1 and len(todo) > 1:
-            _run_parallel(todo, tokenizer, options, workers, progress, total)
+    if (folder / MANIFEST).exists():
+        return _same_set(folder, manifest)
+    shards = Shards(
+        folder,
+        len(parts),
+        manifest.fingerprint,
+        claim="unfinished",
+        foreign="an unfinished set of another recipe, source or target",
+    )
+    total = sum(part.count for part in parts)
+    tell = (lambda done: progress(done, total)) if progress else (lambda done: None)
+    todo = []
+    for index, part in enumerate(parts):
+        if shards.finished(index):
+            tell(part.count)
         else:
-            for shard in todo:
-                _run_shard(
-                    shard, encoder, options, (lambda done: progress(done, total)) if progress else None
-                )
-        gather_manifest(folder, manifest, len(shards))
-        _join_bad(folder, len(shards))
+            todo.append(index)
+    if workers > 1 and len(todo) > 1:
+        _make_parallel(shards, parts, todo, tokenizer, options, workers, tell)
+    else:
+        for shard in shards.missing():
+            _make(shard, parts[shard.index], encoder, options, tell)
+    with locked(shards.lock):
+        if (folder / MANIFEST).exists():
+            return _same_set(folder, manifest)
+        add_counts(manifest, shards)
+        _join_bad(folder, len(parts))
         _check(source, folder, manifest, options)
-        manifest.write(folder)
+        shards.finish(folder / MANIFEST, asdict(manifest))
     return PreparedSet(folder)
+
+
+def _same_set(folder: Path, manifest: Manifest) -> PreparedSet:
+    finished = PreparedSet(folder)
+    if finished.manifest.fingerprint == manifest.fingerprint:
+        return finished
+    raise UserError(
+        f"{folder} already holds another set ({finished.manifest.fingerprint}, wanted {manifest.fingerprint}): "
+        "choose another folder or remove it"
+    )
 
 
 def new_manifest(
@@ -148,7 +166,8 @@ def new_manifest(
     )
 
 
-def _plan_shards(source: Path, folder: Path) -> tuple[str, list[_Shard]]:
+def _cut(source: Path) -> tuple[str, list[_Part]]:
+    """Digest of the source, and its parts."""
     digest, lines = hashlib.sha256(), 0
     with source.open("rb") as file:
         for line in file:
@@ -156,28 +175,15 @@ def _plan_shards(source: Path, folder: Path) -> tuple[str, list[_Shard]]:
             lines += 1
     if lines == 0:
         raise UserError(f"{source} is empty: there is no conversation to train on")
-    per_shard = max(SHARD_LINES, -(-lines // 64))
-    shards: list[_Shard] = []
+    per_part = max(SHARD_LINES, -(-lines // 64))
+    parts: list[_Part] = []
     offset = 0
     with source.open("rb") as file:
         for number, line in enumerate(file):
-            if number % per_shard == 0:
-                shards.append(
-                    _Shard(source, folder, len(shards), offset, number + 1, min(per_shard, lines - number))
-                )
+            if number % per_part == 0:
+                parts.append(_Part(source, offset, number + 1, min(per_part, lines - number)))
             offset += len(line)
-    return digest.hexdigest(), shards
-
-
-def _claim(folder: Path, fingerprint: str) -> None:
-    """Mark an unfinished folder as this set's; the leftovers of another one are refused."""
-    claim = folder / "unfinished"
-    if claim.exists() and claim.read_text() != fingerprint:
-        raise UserError(
-            f"{folder} holds an unfinished set of another recipe, source or target: choose another folder "
-            "or remove it"
-        )
-    claim.write_text(fingerprint)
+    return digest.hexdigest(), parts
 
 
 _worker: tuple[ConversationEncoder, BuildOptions] | None = None
@@ -192,57 +198,43 @@ def _start_worker(tokenizer: Any, options: BuildOptions) -> None:
     )
 
 
-def _work(shard: _Shard) -> int:
-    if _worker is None:
-        raise RuntimeError("worker process was not initialised")
-    _run_shard(shard, *_worker, progress=None)
-    return shard.lines
+def _work(shards: Shards, index: int, part: _Part) -> int:
+    assert _worker is not None, "worker process was not initialised"
+    for shard in shards.missing([index]):
+        _make(shard, part, *_worker, tell=lambda done: None)
+    return part.count
 
 
-def _run_parallel(
-    shards: list[_Shard],
+def _make_parallel(
+    shards: Shards,
+    parts: list[_Part],
+    todo: list[int],
     tokenizer: Any,
     options: BuildOptions,
     workers: int,
-    progress: Progress | None,
-    total: int,
+    tell: Callable[[int], None],
 ) -> None:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(shards)), context, _start_worker, (tokenizer, options)) as pool:
-        pending: set[Future[int]] = {pool.submit(_work, shard) for shard in shards}
+    with ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (tokenizer, options)) as pool:
+        pending: set[Future[int]] = {pool.submit(_work, shards, index, parts[index]) for index in todo}
         try:
             while pending:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    lines = future.result()
-                    if progress:
-                        progress(lines, total)
+                    tell(future.result())
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _read_shard(shard: _Shard) -> Iterator[tuple[str, Conversation | BadConversation]]:
-    with shard.source.open("rb") as file:
-        file.seek(shard.offset)
-        for number in range(shard.first_line, shard.first_line + shard.lines):
-            line = file.readline()
-            if not line.strip():
-                continue
-            where = f"{shard.source.name}:{number}"
-            try:
-                yield where, conversation_from_row(json.loads(line), where)
-            except BadConversation as error:
-                yield where, error
-            except (ValueError, RecursionError) as error:
-                yield where, BadConversation("line is not JSON", str(error))
-
-
-def _run_shard(
-    shard: _Shard, encoder: ConversationEncoder, options: BuildOptions, progress: Callable[[int], None] | None
+def _make(
+    shard: Shard,
+    part: _Part,
+    encoder: ConversationEncoder,
+    options: BuildOptions,
+    tell: Callable[[int], None],
 ) -> None:
-    writer, before, count = ShardWriter(shard.folder, shard.index), encoder.counts, 0
-    bad_path = shard.folder / f"bad-{shard.index:05d}.jsonl"
-    with bad_path.open("w", encoding="utf-8") as bad:
+    writer, before, count = ShardWriter(shard), encoder.counts, 0
+    with _bad_file(shard.folder, shard.index).open("w", encoding="utf-8") as bad:
 
         def refuse(where: str, identity: str | None, error: BadConversation) -> None:
             tally = writer.dropped if isinstance(error, DroppedConversation) else writer.errors
@@ -258,34 +250,34 @@ def _run_shard(
                     continue
                 for example in result:
                     writer.add(example)
+            tell(len(chunk))
 
         chunk: list[tuple[str, Conversation]] = []
-        for where, item in _read_shard(shard):
+        for line in part.lines():
             count += 1
-            if isinstance(item, BadConversation):
-                refuse(where, None, item)
+            try:
+                conversation = conversation_of_line(line)
+            except BadConversation as error:
+                refuse(line.where, None, error)
                 continue
-            shares = options.shares
-            split = item.split or assign_split(
-                item.id, seed=shares.seed, calibration=shares.calibration, heldout=shares.heldout
-            )
-            chunk.append((where, replace(item, split=split)))
+            split = conversation.split or options.shares.split_of(conversation.id)
+            chunk.append((line.where, replace(conversation, split=split)))
             if len(chunk) == CHUNK:
                 encode(chunk)
-                if progress:
-                    progress(len(chunk))
                 chunk = []
         if chunk:
             encode(chunk)
-            if progress:
-                progress(len(chunk))
     writer.close(encoder.counts - before, count)
+
+
+def _bad_file(folder: Path, index: int) -> Path:
+    return folder / f"bad-{index:05d}.jsonl"
 
 
 def _join_bad(folder: Path, shards: int) -> None:
     with (folder / "bad.jsonl").open("wb") as out:
         for index in range(shards):
-            path = folder / f"bad-{index:05d}.jsonl"
+            path = _bad_file(folder, index)
             if path.exists():
                 out.write(path.read_bytes())
 
@@ -296,14 +288,12 @@ def _check(source: Path, folder: Path, manifest: Manifest, options: BuildOptions
     )
     if not manifest.splits:
         raise UserError(
-            f"no supervised token in the data: none of the {manifest.conversations} conversations of "
-            f"{source} gives "
-            f"an example ({reasons})"
+            f"no supervised token in the data: none of the {manifest.conversations} conversations of {source} "
+            f"gives an example ({reasons})"
         )
     faulty = sum(manifest.errors.values())
     if faulty > options.max_error_share * manifest.conversations:
         raise UserError(
             f"{faulty} of {manifest.conversations} conversations of {source} are faulty, more than "
-            "max_error_share "
-            f"{options.max_error_share:g} allows ({reasons}); see {folder / 'bad.jsonl'}"
+            f"max_error_share {options.max_error_share:g} allows ({reasons}); see {folder / 'bad.jsonl'}"
         )

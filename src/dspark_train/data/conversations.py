@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.errors import UserError
+from dspark_train.files import BadLine, Line, read_lines
 
 SPLITS = ("train", "calibration", "heldout")
 """Conversations are divided into these once, before anything else is made of them."""
@@ -123,20 +124,31 @@ def content_hash(
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def assign_split(key: str, *, seed: int, calibration: float, heldout: float) -> str:
-    """Place a conversation by a hash of its id: the same place in every run, whatever else is in the set.
+@dataclass(frozen=True)
+class SplitShares:
+    """How conversations without a split of their own are divided."""
 
-    Args:
-        key: the conversation's id.
-        seed: another seed gives another division.
-        calibration: share of conversations in ``calibration``.
-        heldout: share of conversations in ``heldout``.
-    """
-    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
-    place = int.from_bytes(digest[:8], "big") / 2**64
-    if place < heldout:
-        return "heldout"
-    return "calibration" if place < heldout + calibration else "train"
+    calibration: float = 0.05
+    """Share of conversations in the calibration split."""
+    heldout: float = 0.05
+    """Share of conversations in the held-out split."""
+    seed: int = 0
+    """Another seed gives another division."""
+
+    def __post_init__(self) -> None:
+        if min(self.calibration, self.heldout) < 0 or self.calibration + self.heldout >= 1:
+            raise UserError(
+                f"split shares calibration={self.calibration} and heldout={self.heldout}: each must be at least 0 and "
+                "their sum below 1"
+            )
+
+    def split_of(self, key: str) -> str:
+        """Place a conversation by a hash of its key: the same place in every run, whatever else is in the set."""
+        digest = hashlib.sha256(f"{self.seed}:{key}".encode()).digest()
+        place = int.from_bytes(digest[:8], "big") / 2**64
+        if place < self.heldout:
+            return "heldout"
+        return "calibration" if place < self.heldout + self.calibration else "train"
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -265,36 +277,38 @@ def _conversation_from_row(row: Any, where: str) -> Conversation:
     )
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ``(file:line, decoded row)`` of a JSONL file; a line that is no JSON yields a BadConversation.
+def row_of(line: Line) -> Any:
+    """Decode a line of a JSONL file; raise BadConversation where it is no JSON."""
+    try:
+        return line.value()
+    except BadLine as error:
+        raise BadConversation("line is not JSON", str(error)) from error
+
+
+def conversation_of_line(line: Line) -> Conversation:
+    """Read a line of the JSONL file; raise BadConversation where it is no conversation."""
+    row = row_of(line)
+    conversation = conversation_from_row(row, line.where)
+    try:
+        line.text.decode()
+        if b"\\ud" in line.text or b"\\uD" in line.text:  # escaped surrogates, which may be halves of a pair
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise BadConversation("row is not valid Unicode", f"{line.where}: {error}") from error
+    return conversation
+
+
+def read_conversations(path: Path) -> Iterator[Conversation]:
+    """Yield the conversations of a file that a stage of `prepare` wrote.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no such file, or a line of it is no conversation.
     """
-    if not path.is_file():
-        raise UserError(f"no such conversations file: {path}. Make it with `prepare`, or correct data.path")
-    with path.open(encoding="utf-8", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path.name}:{number}"
-            try:
-                yield where, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield where, BadConversation("line is not JSON", f"{where}: {error}")
-
-
-def read_conversations(path: Path) -> Iterator[tuple[str, Conversation | BadConversation]]:
-    """Yield ``(file:line, conversation)`` for every row of a JSONL file, bad rows as what is wrong with them.
-
-    Raises:
-        UserError: there is no such file.
-    """
-    for where, row in read_rows(path):
-        if isinstance(row, BadConversation):
-            yield where, row
-            continue
+    for line in read_lines(path):
         try:
-            yield where, conversation_from_row(row, where)
+            conversation = conversation_of_line(line)
         except BadConversation as error:
-            yield where, error
+            raise UserError(
+                f"{path} is damaged in line {line.number} ({error}): remove it and run the stage that made it again"
+            ) from error
+        yield conversation

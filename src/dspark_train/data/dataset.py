@@ -4,16 +4,14 @@ A set is a folder::
 
     manifest.json               written last: without it the set is unfinished
     train-00000.arrow …         one file per split and shard; sample id = index in the order of the shards
-    shard-00000.json            counts of a finished shard (a run that was interrupted continues after these)
+    shard-00000.json            counts of a finished shard (:class:`~dspark_train.files.Shards`)
     bad.jsonl                   conversations that could not be used, with the reason
 
-No epoch loads a set: rows are read from the mapped files when a batch needs them.
+Rows are read from the mapped files when a batch needs them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 from dspark_train.data.conversations import SPLITS
 from dspark_train.data.tokenize import Example
 from dspark_train.errors import UserError
-from dspark_train.files import write_json
+from dspark_train.files import Shard, Shards, read_json
 
 MANIFEST = "manifest.json"
 SCHEMA = pa.schema(
@@ -69,9 +67,7 @@ class Manifest:
     fingerprint: str
     """Of tokenizer, template, recipe, source and code version together."""
     tokenizer: str
-    """Fingerprint of tokenizer and chat template
-    (:func:`~dspark_train.data.tokenize.tokenizer_fingerprint`).
-    """
+    """Of tokenizer and chat template (:func:`~dspark_train.data.tokenize.tokenizer_fingerprint`)."""
     tokenizer_name: str
     max_length: int
     template: dict[str, Any]
@@ -87,10 +83,6 @@ class Manifest:
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Write the manifest aside and move it into place."""
-        write_json(folder / MANIFEST, asdict(self))
-
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest of a finished set; raise UserError for anything else."""
@@ -100,10 +92,10 @@ class Manifest:
                 f"{folder} is not a finished prepared set: it has no {MANIFEST}. Run `prepare` again"
             )
         try:
-            fields = json.loads(path.read_text())
+            fields = read_json(path)
             fields["splits"] = {name: SplitCounts(**counts) for name, counts in fields["splits"].items()}
             return cls(**fields)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (UserError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} cannot be read ({error}): remove the folder and run `prepare` again"
             ) from error
@@ -198,24 +190,22 @@ class PreparedSet:
             raise UserError(
                 f"{self.folder} was made for another target: tokenizer and template of "
                 f"{self.manifest.tokenizer_name!r} ({self.manifest.tokenizer}), not of {name!r} "
-                f"({fingerprint}). "
-                "Run `prepare` for this target"
+                f"({fingerprint}). Run `prepare` for this target"
             )
 
 
 class ShardWriter:
-    """Writes the examples of one shard, one file per split, aside and then into place.
+    """Writes the examples of one shard, one file per split.
 
     Args:
-        folder: of the set.
-        index: number of the shard.
+        shard: where they go.
         batch: examples per Arrow record batch.
     """
 
-    def __init__(self, folder: Path, index: int, batch: int = 512) -> None:
-        self._folder, self._index, self._batch = folder, index, batch
+    def __init__(self, shard: Shard, batch: int = 512) -> None:
+        self._shard, self._batch = shard, batch
         self._waiting: dict[str, list[Example]] = {}
-        self._streams: dict[str, tuple[Path, pa.RecordBatchStreamWriter]] = {}
+        self._streams: dict[str, pa.RecordBatchStreamWriter] = {}
         self.counts: dict[str, SplitCounts] = {}
         self.errors: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
@@ -234,8 +224,8 @@ class ShardWriter:
         if not examples:
             return
         if split not in self._streams:
-            path = self._folder / f"{split}-{self._index:05d}.arrow"
-            self._streams[split] = (path, pa.ipc.new_stream(f"{path}.tmp", SCHEMA))
+            path = self._shard.aside(_file_of(split, self._shard.index))
+            self._streams[split] = pa.ipc.new_stream(str(path), SCHEMA)
         lengths = [len(example.input_ids) for example in examples]
         supervised = [int(np.count_nonzero(example.loss_mask)) for example in examples]
         anchors = [example.eligible_anchors for example in examples]
@@ -252,38 +242,44 @@ class ShardWriter:
             pa.array([split] * len(examples)),
             pa.array([example.conversation for example in examples]),
         ]
-        self._streams[split][1].write_batch(pa.record_batch(columns, schema=SCHEMA))
+        self._streams[split].write_batch(pa.record_batch(columns, schema=SCHEMA))
         counts = self.counts.setdefault(split, SplitCounts())
         counts.add(SplitCounts(len(examples), sum(lengths), sum(supervised), sum(anchors)))
 
     def close(self, notes: Counter[str], conversations: int) -> None:
-        """Finish the files, move them into place, and write the counts that mark the shard as done."""
+        """Finish the shard.
+
+        Args:
+            notes: what had to be worked around, by name.
+            conversations: how many were read.
+        """
         for split in list(self._waiting):
             self._flush(split)
-        for path, stream in self._streams.values():
+        for stream in self._streams.values():
             stream.close()
-            os.replace(f"{path}.tmp", path)
-        write_json(
-            self._folder / f"shard-{self._index:05d}.json",
+        self._shard.finish(
             {
                 "conversations": conversations,
                 "errors": dict(self.errors),
                 "dropped": dict(self.dropped),
                 "notes": dict(notes),
                 "splits": {split: asdict(counts) for split, counts in self.counts.items()},
-            },
+            }
         )
 
 
-def gather_manifest(folder: Path, manifest: Manifest, shards: int) -> Manifest:
-    """Add up the counts of all shards, in their order; the caller writes the result."""
-    for index in range(shards):
-        shard = json.loads((folder / f"shard-{index:05d}.json").read_text())
+def _file_of(split: str, index: int) -> str:
+    return f"{split}-{index:05d}.arrow"
+
+
+def add_counts(manifest: Manifest, shards: Shards) -> None:
+    """Add the counts of all shards to a manifest, in their order."""
+    for index in range(shards.count):
+        shard = shards.record(index)
         manifest.conversations += shard["conversations"]
         for name in ("errors", "dropped", "notes"):
             setattr(manifest, name, dict(Counter(getattr(manifest, name)) + Counter(shard[name])))
         for split in SPLITS:
             if split in shard["splits"]:
                 manifest.splits.setdefault(split, SplitCounts()).add(SplitCounts(**shard["splits"][split]))
-                manifest.files.setdefault(split, []).append(f"{split}-{index:05d}.arrow")
-    return manifest
+                manifest.files.setdefault(split, []).append(_file_of(split, index))

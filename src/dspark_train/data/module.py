@@ -1,6 +1,4 @@
-"""The LightningDataModule: prepared or raw conversations in,
-:class:`~dspark_train.structures.TrainingBatch` out.
-"""
+"""The LightningDataModule: a prepared set or a file of conversations to training batches and prompts."""
 
 from __future__ import annotations
 
@@ -15,15 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from dspark_train.data.blocks import build_blocks, sample_weight, slot_weights
 from dspark_train.data.build import BuildOptions, build_set, new_manifest
-from dspark_train.data.conversations import Prompt
+from dspark_train.data.conversations import Prompt, SplitShares
 from dspark_train.data.dataset import MANIFEST, ExampleStore, PreparedSet
-from dspark_train.data.options import SplitShares
 from dspark_train.data.sampler import GlobalBatchSampler, MicroBatch, ValidationSampler, accumulation
 from dspark_train.data.tokenize import tokenizer_fingerprint
 from dspark_train.errors import UserError
-from dspark_train.files import file_digest
+from dspark_train.files import cache_folder, file_digest
 from dspark_train.structures import TokenBatch, TrainingBatch
-from dspark_train.target.embedded import cache_folder
 
 
 def collate(store: ExampleStore, samples: Sequence[int], *, filler: bool = False) -> TokenBatch:
@@ -46,11 +42,9 @@ def collate(store: ExampleStore, samples: Sequence[int], *, filler: bool = False
 
 
 class BatchDataset(Dataset[TrainingBatch]):
-    """Answers a :class:`~dspark_train.data.sampler.MicroBatch` with its tokens, its draft blocks and the
-    weight of its global batch.
+    """Gives the tokens and draft blocks of a micro-batch, and the weight of its global batch.
 
-    Every process computes that weight by itself, without communication: the anchors of any sample follow
-    from seed, epoch and sample id.
+    Every process computes that weight by itself: the anchors of any sample follow from seed, epoch and sample id.
 
     Args:
         store: examples of one split.
@@ -120,10 +114,9 @@ class BatchDataset(Dataset[TrainingBatch]):
 
 
 class TrainingLoader(DataLoader[TrainingBatch]):
-    """A DataLoader that knows how many micro-batches it has handed out, so that a checkpoint can hold its
-    position.
+    """A DataLoader whose position a checkpoint can hold.
 
-    Workers read ahead; what they have read but not handed out does not count.
+    It counts the micro-batches that it has handed out. What workers have read ahead does not count.
     """
 
     def __init__(self, dataset: BatchDataset, sampler: GlobalBatchSampler, num_workers: int) -> None:
@@ -149,7 +142,7 @@ class TrainingLoader(DataLoader[TrainingBatch]):
         return self.micro_batches.state_dict(self._yielded)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue there in the next iteration."""
+        """Begin the next iteration at a saved position."""
         self.micro_batches.load_state_dict(state)
         self._yielded = self.micro_batches.start
 
@@ -228,9 +221,7 @@ class DSparkDataModule(LightningDataModule):
         )
         self.cache_dir = cache_dir
         self.tokenizer: Any = None
-        """The target's; taken from ``trainer.lightning_module.target`` by :meth:`setup` where it was not
-        set.
-        """
+        """The target's; :meth:`setup` takes it from ``trainer.lightning_module.target`` where it was not set."""
         self.prepared: PreparedSet | None = None
 
     def accumulation(self, world_size: int) -> int:
@@ -287,9 +278,7 @@ class DSparkDataModule(LightningDataModule):
         return self.prepared.split(split)
 
     def batches(self, split: str) -> BatchDataset:
-        """The examples of one split as training batches, by
-        :class:`~dspark_train.data.sampler.MicroBatch`.
-        """
+        """The examples of one split as training batches."""
         return BatchDataset(
             self.store(split),
             num_anchors=self.num_anchors,
@@ -338,9 +327,7 @@ class DSparkDataModule(LightningDataModule):
         return DataLoader(dataset, batch_sampler=sampler, collate_fn=_unchanged)  # type: ignore[arg-type]
 
     def prompts(self, split: str) -> list[Prompt]:
-        """What decoding starts from: for each conversation of a split, the tokens before its first
-        supervised one.
-        """
+        """The tokens of each conversation of a split before its first supervised one."""
         store = self.store(split)
         names, domains = store.column("conversation").tolist(), store.column("domain").tolist()
         found: dict[str, Prompt] = {}

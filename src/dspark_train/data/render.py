@@ -40,9 +40,7 @@ class _Frame:
     before: str
     after: str
     end: str
-    """The part of ``after`` that the target generates itself: up to and including the end token; may be
-    empty.
-    """
+    """The part of ``after`` that the target generates: up to and including the end token; may be empty."""
 
     @property
     def inserted(self) -> int:
@@ -188,10 +186,6 @@ class Renderer:
             self._compare_with_tags(conversation, texts[0])
         return texts[::-1]
 
-    def prompt_text(self, conversation: Conversation, turn: int) -> str:
-        """Render what the target reads before message ``turn``."""
-        return self.render(conversation, conversation.messages[:turn], prompt=True)
-
     def _quick(
         self, conversation: Conversation, text: str, prompt: str, message: Mapping[str, Any]
     ) -> tuple[int, int] | None:
@@ -210,9 +204,7 @@ class Renderer:
     def _generated(
         self, conversation: Conversation, turn: int, prompt: str, whole: str, finished: bool
     ) -> tuple[int, int] | None:
-        """Return the generated range of ``whole``, which ends with the turn; None if it has another
-        prompt.
-        """
+        """Return the generated range of ``whole``, which ends with the turn; None if it has another prompt."""
         if not whole.startswith(prompt):
             return None
         message, start = conversation.messages[turn], len(prompt)

@@ -1,8 +1,8 @@
 """Conversations to token ids and exact loss masks.
 
-The rendered text is tokenized once. A generated range of characters becomes a range of tokens where token
-boundaries fall on both of its ends; where one falls inside a token, the turn is tokenized as decoding would
-see it: the prompt by itself, then the answer.
+The rendered text is tokenized once. A generated range of characters becomes a range of tokens where both of its
+ends are token boundaries. Where an end lies inside a token, the turn is tokenized as decoding would see it: the
+prompt by itself, then the answer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class Example:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return 16 hexadecimal digits that name the vocabulary, the merges, the added tokens and the chat
-    template.
-    """
+    """Return 16 hexadecimal digits that differ where vocabulary, merges, added tokens or chat template do."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
     content = json.dumps([state, tokenizer.chat_template], sort_keys=True, ensure_ascii=True)
@@ -112,9 +110,7 @@ class ConversationEncoder:
         return result
 
     def encode_many(self, conversations: Sequence[Conversation]) -> Iterator[list[Example] | BadConversation]:
-        """Yield the examples of each conversation, or what is wrong with it; texts are tokenized in one
-        call.
-        """
+        """Yield the examples of each conversation, or what is wrong with it; all texts are tokenized at once."""
         planned: list[list[SupervisedText] | BadConversation] = []
         for conversation in conversations:
             if conversation.exact:
@@ -137,24 +133,9 @@ class ConversationEncoder:
             except BadConversation as error:
                 yield error
 
-    def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Return the tokens that the target reads before the first assistant turn (or after the last
-        message).
-        """
-        if conversation.turns:
-            return list(conversation.turns[0].prompt_ids)
-        if conversation.input_ids is not None and conversation.loss_mask is not None:
-            mask = [bool(bit) for bit in conversation.loss_mask]
-            return list(conversation.input_ids[: mask.index(True) if True in mask else len(mask)])
-        roles = [message["role"] for message in conversation.messages]
-        turn = roles.index("assistant") if "assistant" in roles else len(roles)
-        text = self.renderer.prompt_text(conversation, turn)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
-
     def continue_ids(self, conversation: Conversation) -> list[int]:
         """Return the tokens that the target reads after all messages: they end with the generation prompt."""
-        text = self.renderer.prompt_text(conversation, len(conversation.messages))
+        text = self.renderer.render(conversation, conversation.messages, prompt=True)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 

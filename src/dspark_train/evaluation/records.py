@@ -15,6 +15,7 @@ from dspark_train.calibration.metrics import DEFAULT_BINS, reliability_bins
 from dspark_train.calibration.report import reached_slots, verified_slots
 from dspark_train.calibration.temperature import survival
 from dspark_train.errors import UserError
+from dspark_train.files import BadLine, Journal
 from dspark_train.structures import DecodingTrace
 
 
@@ -95,10 +96,10 @@ def merge(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RecordFile:
-    """Append-only JSON lines: the settings first, then one record per line.
+    """A journal of records: the settings first, then one record per line.
 
-    A line that a kill cut short is dropped; records made with other settings are refused. Settings that are
-    mappings (drafts, suites) may gain entries: only common ones must agree.
+    Records made with other settings are refused. Settings that are mappings (drafts, suites) may gain entries:
+    only common ones must agree. Where they do, the settings are written again, and the last ones count.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -114,34 +115,34 @@ class RecordFile:
         self.path = path
         self.records: dict[tuple[str, float, str, int], Record] = {}
         settings = json.loads(json.dumps(settings))
-        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-        whole = lines[:-1]  # what follows the last line break was cut short, or is empty
-        if whole:
-            settings = merge(self._read(whole, settings), settings)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [json.dumps({"settings": settings}), *(json.dumps(asdict(r)) for r in self.records.values())]
-        aside = path.with_name(path.name + ".part")
-        aside.write_text("\n".join(kept) + "\n", encoding="utf-8")
-        aside.replace(path)
+        with Journal(path) as journal:
+            before = self._read(journal)
+            names = [] if before is None else conflicts(before, settings)
+            if names:
+                raise UserError(
+                    f"{path} holds records made with other settings (differs: {', '.join(names)}): "
+                    "choose another --name, or pass --restart true to measure again"
+                )
+            if before is None or (settings := merge(before, settings)) != before:
+                journal.append({"settings": settings})
 
-    def _read(self, lines: list[str], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _read(self, journal: Journal) -> dict[str, Any] | None:
+        """Take the records of a journal, and return the settings that they were made with; None where it is empty."""
+        settings: dict[str, Any] | None = None
         try:
-            header, *rows = (json.loads(line) for line in lines)
-            before = header["settings"]
-            records = [Record(**row) for row in rows]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            for line in journal.lines():
+                row = line.value()
+                if settings is None or "settings" in row:
+                    settings = row["settings"]
+                else:
+                    record = Record(**row)
+                    self.records[record.key] = record
+        except (BadLine, KeyError, TypeError) as error:
             raise UserError(f"{self.path} holds no evaluation records ({error}); move it away") from error
-        names = conflicts(before, settings)
-        if names:
-            raise UserError(
-                f"{self.path} holds records made with other settings (differs: {', '.join(names)}): "
-                "choose another --name, or pass --restart true to measure again"
-            )
-        self.records = {record.key: record for record in records}
-        return before
+        return settings
 
     def append(self, record: Record) -> None:
         """Write a record to the end of the file."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+        with Journal(self.path) as journal:
+            journal.append(asdict(record))
         self.records[record.key] = record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.errors import UserError
+from dspark_train.files import BadLine, read_lines
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -111,7 +111,7 @@ def load_suite(spec: str, *, folder: Path | None = None, limit: int | None = Non
     if limit is not None and limit < 1:
         raise UserError(f"prompts {limit} must be at least 1 per suite")
     domain = HUB[name].domain if name in HUB else "unknown"
-    prompts = read_jsonl(path, domain) if path is not None else _from_hub(name, folder)
+    prompts = read_suite(path, domain) if path is not None else _from_hub(name, folder)
     if not prompts:
         raise UserError(f"suite {name} has no prompts ({path or HUB[name].repository})")
     if limit is not None and limit < len(prompts):
@@ -121,7 +121,7 @@ def load_suite(spec: str, *, folder: Path | None = None, limit: int | None = Non
     return Suite(name, domains.pop() if len(domains) == 1 else "mixed", tuple(prompts))
 
 
-def read_jsonl(path: Path, domain: str = "unknown") -> list[SuitePrompt]:
+def read_suite(path: Path, domain: str = "unknown") -> list[SuitePrompt]:
     """Read prompts from JSONL: ``turns`` (list of texts), ``prompt`` (one text) or ``messages`` per row.
 
     Of ``messages`` only what users say is kept: the target writes its own answers. ``domain`` in a row wins
@@ -133,18 +133,16 @@ def read_jsonl(path: Path, domain: str = "unknown") -> list[SuitePrompt]:
     if not path.is_file():
         raise UserError(f"suite file {path} does not exist")
     prompts: list[SuitePrompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
+    for line in read_lines(path):
         try:
-            row = json.loads(line)
+            row = line.value()
             turns = _turns(row)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (BadLine, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{path}, line {number}: expected an object with turns, prompt or messages ({error!r})"
+                f"{path}, line {line.number}: expected an object with turns, prompt or messages ({error!r})"
             ) from error
         if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise UserError(f"{path}, line {number}: turns must be non-empty texts")
+            raise UserError(f"{path}, line {line.number}: turns must be non-empty texts")
         prompts.append(SuitePrompt(len(prompts), tuple(turns), str(row.get("domain", domain))))
     return prompts
 

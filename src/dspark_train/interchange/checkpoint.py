@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.errors import UserError
+from dspark_train.files import read_json
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest weight file that is written, in bytes (the hub's own limit for one shard)."""
@@ -69,29 +70,20 @@ class DraftCheckpoint:
         return self.tensors["fc.weight"].dtype
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``; a :class:`UserError` where it is missing, too large or not an
-    object."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; a draft is a folder with config.json and safetensors weights")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise UserError(
-            f"{path}: {path.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}"
-        )
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}); fix or download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a {type(value).__name__}; expected a JSON object")
-    return value
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a draft's configuration or index; a :class:`UserError` where there is none."""
+    return read_json(
+        path,
+        missing="a draft is a folder with config.json and safetensors weights",
+        most=MAX_CONFIG_BYTES,
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder; shards must lie in it, under plain names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_config(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: no weight_map; expected tensor names and their files")
         names = sorted({str(name) for name in weight_map.values()})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json
+from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config
 from dspark_train.interchange.dflash import read_dflash
 from dspark_train.interchange.native import ARCHITECTURE, read_native
 from dspark_train.interchange.specforge import read_specforge
@@ -33,7 +33,7 @@ def detect(folder: Path) -> Layout:
         raise UserError(
             f"{folder}: no such folder; a draft is a folder with config.json and safetensors weights"
         )
-    config = read_json(folder / "config.json")
+    config = read_config(folder / "config.json")
     given = config.get("architectures")
     names = given if isinstance(given, list) else []
     if "speculators_model_type" in config:

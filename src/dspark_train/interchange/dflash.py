@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json
+from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config
 from dspark_train.interchange.native import TARGET_COPIES, layer_fields, native_config, read_weights
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -50,7 +50,7 @@ def nested_fields(raw: Mapping[str, Any], path: Path, notes: list[str]) -> dict[
 def read_dflash(folder: Path) -> DraftCheckpoint:
     """Read a DFlash folder; its heads are missing and stay so (rank 0)."""
     path = folder / "config.json"
-    raw, notes = read_json(path), list[str]()
+    raw, notes = read_config(path), list[str]()
     config = layer_fields(raw, str(path), notes) | nested_fields(raw, path, notes)
     from_anchor = bool((raw.get("dflash_config") or {}).get("sample_from_anchor", False))
     config |= {

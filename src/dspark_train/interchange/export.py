@@ -137,7 +137,7 @@ def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype)
     return DraftCheckpoint(config, tensors, token_ids)
 
 
-def prepare(
+def adapt(
     checkpoint: DraftCheckpoint, target: TargetWeights, layout: ExportFormat, temperature: float | None
 ) -> tuple[DraftCheckpoint, dict[Engine, list[str]]]:
     """Rewrite a draft for a layout's engines, and find what they cannot do.
@@ -196,7 +196,7 @@ def export_draft(
         UserError: the layout cannot hold the draft, its engine cannot serve it, or reading back fails.
     """
     dtype = dtype or target.head.dtype
-    checkpoint, found = prepare(checkpoint_of(draft, target, dtype), target, layout, temperature)
+    checkpoint, found = adapt(checkpoint_of(draft, target, dtype), target, layout, temperature)
     if layout == "dflash":
         config, tensors = to_dflash(checkpoint)
     elif layout == "speculators":

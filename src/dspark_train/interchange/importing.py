@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json, write_checkpoint
+from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config, write_checkpoint
 from dspark_train.interchange.detect import Layout, detect, read_draft
 from dspark_train.interchange.export import replace_folder
 from dspark_train.interchange.native import rope_parameters, to_native
@@ -162,7 +162,7 @@ def import_folder(
     aside = folder.with_name(folder.name + ".partial")
     compared = source if checkpoint.config["rope_parameters"] else aside
     notes = [*checkpoint.notes, *fit_to_target(checkpoint, target), *complete(checkpoint, target)]
-    raw = read_json(source / "config.json")
+    raw = read_config(source / "config.json")
     if "auto_map" in raw:
         notes.append("the folder brings Python code along (auto_map): it was neither needed nor run")
     config, tensors = to_native(checkpoint)

@@ -18,7 +18,7 @@ from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import (
     DraftCheckpoint,
     TensorSpec,
-    read_json,
+    read_config,
     read_specs,
     read_tensors,
 )
@@ -307,7 +307,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def read_native(folder: Path) -> DraftCheckpoint:
     """Read a native folder: an export of this project, a run's ``draft``, or a DeepSpec checkpoint."""
-    raw, notes = read_json(folder / "config.json"), list[str]()
+    raw, notes = read_config(folder / "config.json"), list[str]()
     where = f"{folder / 'config.json'}"
     config = layer_fields(raw, where, notes)
     needed = ("block_size", "target_layer_ids", "mask_token_id", "markov_rank", "num_target_layers")

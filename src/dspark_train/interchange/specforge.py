@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json
+from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config
 from dspark_train.interchange.dflash import nested_fields
 from dspark_train.interchange.native import head_type, layer_fields, read_weights, reduced_vocabulary
 
@@ -14,7 +14,7 @@ from dspark_train.interchange.native import head_type, layer_fields, read_weight
 def read_specforge(folder: Path) -> DraftCheckpoint:
     """Read a SpecForge folder; its slots predict from the anchor on, as here."""
     path = folder / "config.json"
-    raw, notes = read_json(path), list[str]()
+    raw, notes = read_config(path), list[str]()
     nested = raw.get("dflash_config")
     if not isinstance(nested, dict) or nested.get("projector_type", "dspark") != "dspark":
         raise UserError(f"{path}: dflash_config.projector_type is not dspark; not a SpecForge DSpark draft")

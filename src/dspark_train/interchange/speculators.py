@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json
+from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config
 from dspark_train.interchange.native import (
     LAYER_FIELDS,
     dtype_name,
@@ -35,7 +35,7 @@ ALGORITHMS = ("dspark", "dflash")
 def read_speculators(folder: Path) -> DraftCheckpoint:
     """Read a speculators folder, in either slot layout, with or without a reduced vocabulary."""
     path = folder / "config.json"
-    raw, notes = read_json(path), list[str]()
+    raw, notes = read_config(path), list[str]()
     algorithm = raw.get("speculators_model_type")
     if algorithm not in ALGORITHMS:
         raise UserError(f"{path}: speculators_model_type {algorithm!r}; expected {' or '.join(ALGORITHMS)}")

@@ -1,8 +1,7 @@
 """The first stage: sources to one file of conversations. Filters, removes duplicates, mixes, and splits.
 
-The order of the result and the choice of rows depend on the recipe's seed and on what the rows say, never on
-their place in a source. A source that was read to its end is kept; an interrupted run goes on with the next
-one.
+The choice of rows and their order depend on the recipe's seed and on what the rows say, not on their place in a
+source. An interrupted run continues after the last source that was read to its end.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dspark_train.data.conversations import BadConversation, Conversation, assign_split, conversation_from_row
-from dspark_train.data.options import SplitShares
+from dspark_train.data.conversations import BadConversation, Conversation, SplitShares, read_conversations
 from dspark_train.errors import UserError
-from dspark_train.files import file_digest, read_json, write_json
+from dspark_train.files import Shard, Shards, file_digest, locked, read_json, read_lines
 from dspark_train.prepare.sources import Source, conversation_of, files_of, read_source
 
 
@@ -106,7 +104,7 @@ class CollectOptions:
 
 
 class Deduplicator:
-    """Remembers what users said, and recognises it."""
+    """Recognises conversations whose user turns were there before."""
 
     BANDS, ROWS = 16, 8
 
@@ -165,64 +163,77 @@ def collect(options: CollectOptions, folder: Path, progress: Callable[[int], Non
         UserError: a source that is not there, too many unreadable rows, or a mixture that the sources cannot
             give.
     """
-    out, parts = folder / "collected.jsonl", folder / "collect"
+    out = folder / "collected.jsonl"
     files = {str(file): file_digest(file) for source in options.sources for file in files_of(source)}
     state = {"options": json.loads(json.dumps(asdict(options), default=str)), "files": files}
-    if out.exists():
-        if state.items() <= ({"files": files} | read_json(folder / "collected.json")).items():
+    if _is_collected(out, state):
+        return out
+    shards = Shards(
+        folder / "collect",
+        len(options.sources),
+        state,
+        claim="options.json",
+        name="{:03d}",
+        foreign="parts of another recipe, or of files that have changed since",
+    )
+    tell = progress or (lambda rows: None)
+    with locked(shards.lock):  # one process: what counts as a duplicate depends on the sources before
+        if _is_collected(out, state):
             return out
-        raise UserError(
-            f"{out} was collected by another recipe, or from files that have changed since: choose another "
-            "output folder, or remove this one"
-        )
-    parts.mkdir(parents=True, exist_ok=True)
-    if read_json(parts / "options.json") not in ({}, state):
-        raise UserError(
-            f"{parts} holds parts of another recipe, or of files that have changed since: choose another "
-            "output folder, or remove it"
-        )
-    write_json(parts / "options.json", state)
-    duplicates = Deduplicator(options.deduplicate)
-    counts: dict[str, dict[str, int]] = {}
-    for index, source in enumerate(options.sources):
-        done = parts / f"{index:03d}.jsonl"
-        tally = parts / f"{index:03d}.json"
-        if done.exists() and tally.exists():
-            for _, kept in _read(done):
-                duplicates.add(kept)
-            counts[f"{index}:{source.name}"] = read_json(tally)
-            if progress:
-                progress(counts[f"{index}:{source.name}"].get("rows", 0))
-        else:
-            tallied = _collect_source(source, options, duplicates, done, progress)
-            write_json(tally, tallied)
-            os.replace(f"{done}.tmp", done)
-            counts[f"{index}:{source.name}"] = dict(tallied)
-    collected = [parts / f"{index:03d}.jsonl" for index in range(len(options.sources))]
-    chosen = _mix(collected, options)
-    _write_mixture(collected, chosen, out)
-    with (folder / "collected.bad.jsonl").open("wb") as bad:
-        for file in collected:
-            bad.write(file.with_suffix(".bad").read_bytes())
-    write_json(folder / "collected.json", state | {"sources": counts, "conversations": len(chosen)})
-    os.replace(f"{out}.tmp", out)
+        duplicates = Deduplicator(options.deduplicate)
+        for index, source in enumerate(options.sources):
+            if shards.finished(index):
+                for conversation in read_conversations(_part(shards.folder, index)):
+                    duplicates.add(conversation)
+                tell(shards.record(index).get("rows", 0))
+            for shard in shards.missing([index]):
+                _collect_source(source, options, duplicates, shard, tell)
+        parts = [_part(shards.folder, index) for index in range(shards.count)]
+        chosen = _mix(parts, options)
+        _write_mixture(parts, chosen, out)
+        with (folder / "collected.bad.jsonl").open("wb") as bad:
+            for part in parts:
+                bad.write(part.with_suffix(".bad").read_bytes())
+        counts = {
+            f"{index}:{source.name}": shards.record(index) for index, source in enumerate(options.sources)
+        }
+        shards.finish(folder / "collected.json", state | {"sources": counts, "conversations": len(chosen)})
+        os.replace(f"{out}.tmp", out)
     return out
+
+
+def _is_collected(out: Path, state: dict[str, Any]) -> bool:
+    """Whether the stage has ended; raises UserError where it did so with another recipe or other files."""
+    if not out.exists():
+        return False
+    found = {"files": state["files"]} | read_json(out.with_suffix(".json"))
+    if state.items() <= found.items():
+        return True
+    raise UserError(
+        f"{out} was collected by another recipe, or from files that have changed since: choose another "
+        "output folder, or remove this one"
+    )
+
+
+def _part(folder: Path, index: int) -> Path:
+    """What was kept of a source; what was not lies beside it."""
+    return folder / f"{index:03d}.jsonl"
 
 
 def _collect_source(
     source: Source,
     options: CollectOptions,
     duplicates: Deduplicator,
-    done: Path,
-    progress: Callable[[int], None] | None,
-) -> Counter[str]:
+    shard: Shard,
+    tell: Callable[[int], None],
+) -> None:
     tally: Counter[str] = Counter()
-    shares = options.shares
-    with open(f"{done}.tmp", "w", encoding="utf-8") as out, done.with_suffix(".bad").open("w") as bad:
+    bad_path = shard.folder / f"{shard.name}.bad"
+    kept_path = shard.aside(_part(shard.folder, shard.index).name)
+    with kept_path.open("w", encoding="utf-8") as out, bad_path.open("w") as bad:
         for where, row in read_source(source):
             tally["rows"] += 1
-            if progress:
-                progress(1)
+            tell(1)
             try:
                 conversation = conversation_of(row, source, where)
                 _line(conversation)
@@ -236,12 +247,7 @@ def _collect_source(
             if isinstance(kept, str) or reason is not None:
                 tally[f"left out: {reason}"] += 1
                 continue
-            split = kept.split or assign_split(
-                " ".join(_said(kept).lower().split()),
-                seed=shares.seed,
-                calibration=shares.calibration,
-                heldout=shares.heldout,
-            )
+            split = kept.split or options.shares.split_of(" ".join(_said(kept).lower().split()))
             out.write(_line(replace(kept, split=split)))
             tally["kept"] += 1
     if tally["bad"] > options.max_error_share * tally["rows"]:
@@ -250,9 +256,9 @@ def _collect_source(
         )
         raise UserError(
             f"source {source.path}: {tally['bad']} of {tally['rows']} rows cannot be read, more than max_error_share "
-            f"{options.max_error_share:g} allows ({reasons}); see {done.with_suffix('.bad')}"
+            f"{options.max_error_share:g} allows ({reasons}); see {bad_path}"
         )
-    return tally
+    shard.finish(tally)
 
 
 def _line(conversation: Conversation) -> str:
@@ -269,18 +275,14 @@ def _line(conversation: Conversation) -> str:
 def _mix(files: Sequence[Path], options: CollectOptions) -> list[tuple[int, int]]:
     """Choose rows by weight and put them in order: ``(file, byte offset)`` of each."""
     rows = []
+    seed = options.seed.to_bytes(8, "big", signed=True)
     for index, file in enumerate(files):
         drawn: list[int] = []
         offsets: list[int] = []
-        offset = 0
-        with file.open("rb") as lines:
-            for line in lines:
-                digest = hashlib.blake2b(
-                    options.seed.to_bytes(8, "big", signed=True) + line, digest_size=8
-                ).digest()
-                drawn.append(int.from_bytes(digest, "big"))
-                offsets.append(offset)
-                offset += len(line)
+        for line in read_lines(file):
+            digest = hashlib.blake2b(seed + line.text, digest_size=8).digest()
+            drawn.append(int.from_bytes(digest, "big"))
+            offsets.append(line.offset)
         keys = np.array(drawn, dtype=np.uint64)
         order = np.argsort(keys, kind="stable")
         rows.append((keys[order], np.array(offsets, dtype=np.int64)[order], index))
@@ -325,10 +327,3 @@ def _write_mixture(files: Sequence[Path], chosen: Sequence[tuple[int, int]], out
     finally:
         for handle in handles:
             handle.close()
-
-
-def _read(path: Path) -> Iterator[tuple[str, Conversation]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path.name}:{number}"
-            yield where, conversation_from_row(json.loads(line), where)

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark_train.data.blocks import eligible_anchors
-from dspark_train.data.conversations import BadConversation, read_conversations
+from dspark_train.data.conversations import BadConversation, conversation_of_line
 from dspark_train.data.dataset import ExampleStore, PreparedSet
 from dspark_train.data.tokenize import ConversationEncoder, Example, tokenizer_fingerprint
-from dspark_train.files import read_json
+from dspark_train.files import read_json, read_lines
 
 SUPERVISED, CONTEXT = ("black on green", "black on bright_green"), ("dim", "dim underline")
 
@@ -34,11 +34,9 @@ def examples_of(
         yield from ((index, store[index]) for index in range(first, min(first + count, len(store))))
         return
     encoder = ConversationEncoder(tokenizer, max_length=max_length)
-    for index, (_, item) in enumerate(islice(read_conversations(path), first, first + count), first):
+    for index, line in enumerate(islice(read_lines(path), first, first + count), first):
         try:
-            if isinstance(item, BadConversation):
-                raise item
-            for example in encoder.encode(item):
+            for example in encoder.encode(conversation_of_line(line)):
                 yield index, example
         except BadConversation as error:
             yield index, error

@@ -1,33 +1,29 @@
-"""The second stage: the target answers every prompt itself, so that the draft learns from its own
-distribution.
+"""The second stage: the target answers every prompt itself, so that the draft learns the target's distribution.
 
-Every conversation is answered turn by turn, each turn on the regenerated history. Finished conversations are
-appended to ``regenerated.partial.jsonl`` at once, one line and one flush each, by one writer; a later run
-skips what is there, recognised by a hash of content and options. At the end the file is written once more in
-the order of the collected one, so that an interrupted run ends with the same file as an undisturbed one.
+Every conversation is answered turn by turn, each turn on the regenerated history. A finished conversation is
+appended to ``regenerated.partial.jsonl`` at once. A later run skips what is there, by a hash of content and
+options. At the end ``regenerated.jsonl`` is written in the order of ``collected.jsonl``, so that an interrupted
+run ends with the same file as an undisturbed one.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
-from dspark_train.data.conversations import BadConversation, Conversation, Turn, conversation_from_row
+from dspark_train.data.conversations import BadConversation, Conversation, read_conversations
 from dspark_train.errors import UserError
-from dspark_train.files import file_digest, read_json, write_json
+from dspark_train.files import BadLine, Journal, file_digest, read_json, write_json
+from dspark_train.prepare.answers import Progressing, Regenerate, request_key
 
 if TYPE_CHECKING:
     from dspark_train.data.tokenize import ConversationEncoder
-
+    from dspark_train.prepare.in_process import Generate
 
 COLLECTED = "collected"
 """Key of ``regenerated.json``: digest of the file whose conversations were answered."""
@@ -37,250 +33,41 @@ _PROMPTS_COMPARED = 8
 """Prompts that must differ before the stage stops: some templates put the date into them."""
 
 
-@dataclass(frozen=True)
-class Regenerate:
-    """How the target answers."""
-
-    servers: list[str] = field(default_factory=list)
-    """Addresses of OpenAI-compatible servers (http://host:port, without /v1); none: in this process."""
-    model: str | None = None
-    """Name that the servers know the target by; None asks them."""
-    max_tokens: int = 2048
-    """Most tokens of one answer."""
-    temperature: float | None = None
-    """None leaves it, and the next three, to the target's own generation config."""
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int = 0
-    """Each turn is drawn with a seed made of this and its prompt, so that order and interruptions change
-    nothing.
-    """
-    thinking: bool | None = None
-    """Passed to the chat template as ``enable_thinking``; None leaves it alone."""
-    keep_thinking: bool = True
-    """Keep what the target thought; else it is removed from the answers, and their exact tokens with it."""
-    concurrency: int = 64
-    """Requests in flight per server; sequences per batch in this process."""
-    timeout: float = 600.0
-    """Seconds until a request counts as failed."""
-    retries: int = 5
-    """How often a request is tried again where a server answers, but wrongly."""
-    backoff: float = 1.0
-    """Seconds before the first retry; doubles each time, up to 30 times as much."""
-    dead_after: int = 3
-    """Consecutive failures after which a server is left alone."""
-    revive_after: float = 15.0
-    """Seconds after which a dead server is tried again."""
-    give_up_after: float = 600.0
-    """Stop where no server has answered for this many seconds."""
-    max_failed_share: float = 0.01
-    """The stage fails where more than this share of the conversations got no answer."""
-    api_key_variable: str | None = None
-    """Environment variable that holds the servers' API key."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "concurrency", "dead_after"):
-            if getattr(self, name) < 1:
-                raise UserError(f"regenerate.{name} is {getattr(self, name)}: it must be at least 1")
-        for server in self.servers:
-            if not server.startswith(("http://", "https://")):
-                raise UserError(f"regenerate.servers: {server!r} is no address; expected http://host:port")
-
-    def delay(self, attempt: int) -> float:
-        """Seconds to wait after the ``attempt``-th wrong answer in a row (from 1)."""
-        return self.backoff * min(2 ** (attempt - 1), 30)
-
-    def sampling(self) -> dict[str, Any]:
-        """The sampling settings that are set."""
-        names = ("temperature", "top_p", "top_k", "min_p")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One generated turn."""
-
-    content: str
-    stop: Literal["stop", "length", "tool_calls"]
-    """Whether the target ended by itself, was cut, or ended with the call of a tool."""
-    thinking: str | None = None
-    """What a server's reasoning parser took out of the content."""
-    prompt_ids: Sequence[int] | None = None
-    answer_ids: Sequence[int] | None = None
-    """Exact tokens, end token included, where they are known."""
-    usage: dict[str, int] | None = None
-    tool_calls: Sequence[Mapping[str, Any]] = ()
-    """Calls that a server's parser took out of the content; their arguments are objects."""
-
-
-class Generate(Protocol):
-    """Generation in this process: a batch of prompts in, one ``(ids, finished)`` each out."""
-
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int,
-        sampling: dict[str, Any],
-        seeds: Sequence[int],
-    ) -> Sequence[tuple[Sequence[int], bool]]:
-        """Continue each prompt; ``ids`` include the end token where ``finished``."""
-        ...
-
-
-class Progressing:
-    """A conversation on its way: messages so far, and the user turns that are still to be answered."""
-
-    def __init__(self, conversation: Conversation, options: Regenerate) -> None:
-        self.conversation, self._options = conversation, options
-        self.messages: list[dict[str, Any]] = []
-        self._queue = [dict(message) for message in conversation.messages if message["role"] != "assistant"]
-        tools = [index for index, message in enumerate(self._queue) if message["role"] == "tool"]
-        if tools:  # the answer to a tool's result cannot follow a call that was never made
-            self._queue = self._queue[: tools[0]]
-        self._answers: list[Answer] = []
-        self._advance()
-
-    def _advance(self) -> None:
-        while self._queue:
-            message = self._queue.pop(0)
-            self.messages.append(message)
-            if message["role"] == "user" and not (self._queue and self._queue[0]["role"] != "user"):
-                return
-
-    @property
-    def template(self) -> dict[str, Any]:
-        """Template arguments of the next request."""
-        thinking = {} if self._options.thinking is None else {"enable_thinking": self._options.thinking}
-        return {**self.conversation.template, **thinking}
-
-    @property
-    def seed(self) -> int:
-        """Of the next answer."""
-        content = json.dumps([self._options.seed, self.messages], sort_keys=True, default=str)
-        return int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "big") % 2**31
-
-    def receive(self, answer: Answer) -> bool:
-        """Take the answer to the last turn; return whether the conversation is complete."""
-        content, thinking = answer.content, answer.thinking
-        if not self._options.keep_thinking and (thinking or "<think>" in content or "</think>" in content):
-            content = content.rpartition("</think>")[2].lstrip("\n")
-            content = content.partition("<think>")[
-                0
-            ]  # of an answer that was cut while thinking nothing is left
-            thinking = None
-            answer = replace(answer, prompt_ids=None, answer_ids=None)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if thinking:
-            message["reasoning_content"] = thinking
-        if answer.tool_calls:
-            message["tool_calls"] = [dict(call) for call in answer.tool_calls]
-        self.messages.append(message)
-        self._answers.append(answer)
-        if answer.stop != "stop":  # nothing can follow an answer that was cut, or a call without its result
-            return True
-        answered = len(self.messages)
-        self._advance()
-        if self.messages[-1]["role"] == "user" and len(self.messages) > answered:
-            return False
-        del self.messages[answered:]
-        return True
-
-    def row(self, key: str) -> dict[str, Any]:
-        """The finished conversation."""
-        turns = [
-            Turn(answer.prompt_ids, answer.answer_ids, answer.stop != "length")
-            for answer in self._answers
-            if answer.prompt_ids is not None and answer.answer_ids is not None
-        ]
-        finished = replace(
-            self.conversation,
-            messages=self.messages,
-            template=self.template,
-            finished=self._answers[-1].stop != "length",
-            turns=turns if len(turns) == len(self._answers) else (),
-        )
-        extra = {"key": key, "stop": [answer.stop for answer in self._answers]}
-        return finished.to_row() | extra | {"usage": [answer.usage for answer in self._answers]}
-
-
-def request_key(conversation: Conversation, options: Regenerate, target: str | None) -> str:
-    """Name what is asked for: the content, who is asked, and the options that the answer depends on."""
-    asked = [message for message in conversation.messages if message["role"] != "assistant"]
-    names = (
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "thinking",
-        "keep_thinking",
-        "model",
-    )
-    parts = [
-        target,
-        conversation.id,
-        asked,
-        conversation.tools,
-        conversation.template,
-        {name: getattr(options, name) for name in names},
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:20]
-
-
 class AnswerFile:
-    """The append-only file of answered conversations, with one writer.
+    """The answered conversations, appended one by one, with one writer.
 
     Args:
-        path: a last line that a crash cut short is removed from it.
+        path: of the file; from a line on that a crash damaged, it is cut.
 
     Raises:
         UserError: another process writes to it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._journal = Journal(
+            path, busy=f"another process is regenerating into {path}: wait for it or stop it"
+        )
         self.places: dict[str, int] = {}
         """Byte offset of each answered conversation, by key."""
-        self._file: IO[bytes] = path.open("ab+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise UserError(f"another process is regenerating into {path}: wait for it or stop it") from error
-        self._file.seek(0)
-        offset = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
+        for line in self._journal.lines():
             try:
-                self.places[json.loads(line)["key"]] = offset
-            except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+                key = line.value()["key"]
+            except (BadLine, KeyError, TypeError):
+                self._journal.cut(line.offset)
                 break
-            offset += len(line)
-        self._file.truncate(offset)
-        self._end = offset
+            self.places[key] = line.offset
 
     def append(self, key: str, row: dict[str, Any]) -> None:
         """Write one conversation; once this returns, a crash of the process does not lose it."""
-        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-        self._file.write(line)
-        self._file.flush()
-        self.places[key] = self._end
-        self._end += len(line)
+        self.places[key] = self._journal.append(row)
 
     def line(self, key: str) -> bytes:
         """Read one back."""
-        self._file.seek(self.places[key])
-        return self._file.readline()
+        return self._journal.line(self.places[key])
 
     def close(self) -> None:
         """Sync and release the file."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        self._journal.close()
 
 
 def regenerate(
@@ -310,69 +97,29 @@ def regenerate(
     """
     if not options.servers and (generate is None or encoder is None):
         raise UserError(
-            "regenerate: name servers in regenerate.servers, or a target to generate with in this process"
+            "regenerate: name servers in regeneration.servers, or a target to generate with in this process"
         )
     out = folder / "regenerated.jsonl"
     answers = AnswerFile(folder / "regenerated.partial.jsonl")
     tally: Counter[str] = Counter()
-    doubtful: list[tuple[Progressing, str, dict[str, Any]]] = []
     # whose answers the file of a former run holds, which an interrupted run leaves there
     answered = read_json(folder / "regenerated.json").get(COLLECTED)
     bad_path = folder / "regenerated.bad.jsonl"
     try:
         with bad_path.open("w") as bad:
-
-            def done(item: Progressing, key: str) -> None:
-                row = item.row(key)
-                if (
-                    encoder is None
-                    or not options.servers
-                    or "turns" not in row
-                    or check_prompt(row["turns"][0]["prompt_ids"], item, encoder, tally)
-                ):
-                    keep(item, key, row)
-                    return
-                doubtful.append((item, key, row))
-                if (
-                    len(doubtful) >= _PROMPTS_COMPARED
-                ):  # others, as many at least, were read as they should be
-                    keep_doubtful()
-
-            def keep_doubtful() -> None:
-                while doubtful:
-                    keep(*doubtful.pop(0))
-
-            def keep(item: Progressing, key: str, row: dict[str, Any]) -> None:
-                answers.append(key, row)
-                tally["answered"] += 1
-                for stop, usage in zip(row["stop"], row["usage"], strict=True):
-                    tally[f"stop: {stop}"] += 1
-                    tally["answer tokens"] += (usage or {}).get("completion_tokens", 0)
-                if "turns" in row:
-                    tally["with exact tokens"] += 1
-                elif encoder is not None:
-                    tally.update(retokenization(item, row["usage"], encoder))
-                if progress:
-                    progress(1, sum((usage or {}).get("completion_tokens", 0) for usage in row["usage"]))
-
-            def failed(conversation: Conversation, error: BadConversation) -> None:
-                tally["failed"] += 1
-                tally[f"failed: {error.reason}"] += 1
-                bad.write(
-                    json.dumps({"id": conversation.id, "reason": error.reason, "detail": error.detail}) + "\n"
-                )
-                bad.flush()
-
+            received = _Received(answers, tally, bad, encoder, bool(options.servers), progress)
             todo = _unanswered(collected, options, target, answers, tally, progress)
             if options.servers:
                 from dspark_train.prepare.servers import answer_over_http
 
-                answer_over_http(todo, options, done, failed)
+                answer_over_http(todo, options, received.done, received.failed)
             else:
+                from dspark_train.prepare.in_process import answer_in_process
+
                 assert generate is not None
                 assert encoder is not None
-                _answer_in_process(todo, options, encoder, generate, done, failed)
-            keep_doubtful()
+                answer_in_process(todo, options, encoder, generate, received.done, received.failed)
+            received.keep_doubtful()
         total = _write_in_order(collected, options, target, answers, out)
         answered = file_digest(collected)
     finally:
@@ -400,45 +147,97 @@ def check_collected(regenerated: Path, collected: Path) -> None:
         )
 
 
-def check_prompt(
-    found: Sequence[int], item: Progressing, encoder: ConversationEncoder, tally: Counter[str]
-) -> bool:
-    """Whether the tokens that a server read before its first answer are those that the target would read.
+class _Received:
+    """What becomes of the answers: they are checked, kept and counted.
 
-    Raises:
-        UserError: most of the first prompts differ, so that another model answers, or another template.
+    Args:
+        answers: where they are kept.
+        tally: where they are counted.
+        bad: list of the conversations that got none.
+        encoder: of the target; None checks nothing.
+        by_servers: servers answer, of which it is to be seen what they serve.
+        progress: told (conversations, answer tokens) more after each one.
     """
-    first = next(index for index, message in enumerate(item.messages) if message["role"] == "assistant")
-    asked = replace(item.conversation, messages=item.messages[:first], template=item.template)
-    same = encoder.continue_ids(asked) == list(found)
-    tally[_SAME_PROMPT if same else _OTHER_PROMPT] += 1
-    others = tally[_OTHER_PROMPT]
-    if others >= _PROMPTS_COMPARED and others > tally[_SAME_PROMPT]:
-        raise UserError(
-            f"the server read other tokens than {encoder.tokenizer.name_or_path} makes of the same messages, {others} "
-            f"times (the same ones {tally[_SAME_PROMPT]} times): it serves another model, or another chat template. "
-            "None of these answers is kept; name the target that is served, or serve the target"
-        )
-    return same
+
+    def __init__(
+        self,
+        answers: AnswerFile,
+        tally: Counter[str],
+        bad: IO[str],
+        encoder: ConversationEncoder | None,
+        by_servers: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._answers, self._tally, self._bad = answers, tally, bad
+        self._encoder, self._by_servers, self._progress = encoder, by_servers, progress
+        self._doubtful: list[tuple[Progressing, str, dict[str, Any]]] = []
+
+    def done(self, item: Progressing, key: str) -> None:
+        """Take a complete conversation. One whose prompt was read otherwise waits for others to compare with."""
+        row = item.row(key)
+        to_check = self._encoder if self._by_servers and "turns" in row else None
+        if to_check is None or self._same_prompt(row["turns"][0]["prompt_ids"], item, to_check):
+            self._keep(item, key, row)
+            return
+        self._doubtful.append((item, key, row))
+        if len(self._doubtful) >= _PROMPTS_COMPARED:  # as many others, at least, were read as they should be
+            self.keep_doubtful()
+
+    def keep_doubtful(self) -> None:
+        """Keep the conversations that wait: there was no reason to stop."""
+        while self._doubtful:
+            self._keep(*self._doubtful.pop(0))
+
+    def failed(self, conversation: Conversation, error: BadConversation) -> None:
+        """Count and list a conversation that got no answer."""
+        self._tally["failed"] += 1
+        self._tally[f"failed: {error.reason}"] += 1
+        row = {"id": conversation.id, "reason": error.reason, "detail": error.detail}
+        self._bad.write(json.dumps(row) + "\n")
+        self._bad.flush()
+
+    def _keep(self, item: Progressing, key: str, row: dict[str, Any]) -> None:
+        self._answers.append(key, row)
+        self._tally["answered"] += 1
+        for stop in row["stop"]:
+            self._tally[f"stop: {stop}"] += 1
+        tokens = sum((usage or {}).get("completion_tokens", 0) for usage in row["usage"])
+        self._tally["answer tokens"] += tokens
+        if "turns" in row:
+            self._tally["with exact tokens"] += 1
+        elif self._encoder is not None:
+            self._tally[_tokenized_again(item, tokens, self._encoder)] += 1
+        if self._progress:
+            self._progress(1, tokens)
+
+    def _same_prompt(self, found: Sequence[int], item: Progressing, encoder: ConversationEncoder) -> bool:
+        """Whether the tokens that a server read before its first answer are those that the target would read.
+
+        Raises:
+            UserError: most of the first prompts differ, so that another model answers, or another template.
+        """
+        first = next(index for index, message in enumerate(item.messages) if message["role"] == "assistant")
+        asked = replace(item.so_far, messages=item.messages[:first])
+        same = encoder.continue_ids(asked) == list(found)
+        self._tally[_SAME_PROMPT if same else _OTHER_PROMPT] += 1
+        alike, others = self._tally[_SAME_PROMPT], self._tally[_OTHER_PROMPT]
+        if others >= _PROMPTS_COMPARED and others > alike:
+            raise UserError(
+                f"the server read other tokens than {encoder.tokenizer.name_or_path} makes of the same messages, "
+                f"{others} times (the same ones {alike} times): it serves another model, or another chat template. "
+                "None of these answers is kept; name the target that is served, or serve the target"
+            )
+        return same
 
 
-def retokenization(
-    item: Progressing, usage: Sequence[dict[str, int] | None], encoder: ConversationEncoder
-) -> Counter[str]:
-    """Compare the number of tokens that the server counted with that of the answer's text, tokenized
-    again.
-    """
-    found: Counter[str] = Counter()
-    counted = sum((each or {}).get("completion_tokens", 0) for each in usage)
-    conversation = replace(item.conversation, messages=item.messages, template=item.template)
+def _tokenized_again(item: Progressing, counted: int, encoder: ConversationEncoder) -> str:
+    """What the answers' text gives when it is tokenized, beside the number of tokens that the server counted."""
     try:
-        examples = encoder.encode(conversation)
+        examples = encoder.encode(item.so_far)
     except BadConversation as error:
-        found[f"not tokenized again: {error.reason}"] += 1
-        return found
+        return f"not tokenized again: {error.reason}"
     again = sum(int(example.loss_mask.sum()) for example in examples)
-    found["tokenized again: same" if again == counted else "tokenized again: different length"] += 1
-    return found
+    return "tokenized again: same" if again == counted else "tokenized again: different length"
 
 
 def _unanswered(
@@ -450,7 +249,7 @@ def _unanswered(
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[str, Conversation]]:
     asked: set[str] = set()
-    for conversation in _read(collected):
+    for conversation in read_conversations(collected):
         key = request_key(conversation, options, target)
         if key in answers.places or key in asked:
             tally["answered before"] += 1
@@ -461,74 +260,15 @@ def _unanswered(
             yield key, conversation
 
 
-def _read(path: Path) -> Iterator[Conversation]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            yield conversation_from_row(json.loads(line), f"{path.name}:{number}")
-
-
 def _write_in_order(
     collected: Path, options: Regenerate, target: str | None, answers: AnswerFile, out: Path
 ) -> int:
     written = 0
     with open(f"{out}.tmp", "wb") as file:
-        for conversation in _read(collected):
+        for conversation in read_conversations(collected):
             key = request_key(conversation, options, target)
             if key in answers.places:
                 file.write(answers.line(key))
                 written += 1
     os.replace(f"{out}.tmp", out)
     return written
-
-
-Done = Callable[[Progressing, str], None]
-Failed = Callable[[Conversation, BadConversation], None]
-
-
-def _answer_in_process(
-    todo: Iterator[tuple[str, Conversation]],
-    options: Regenerate,
-    encoder: ConversationEncoder,
-    generate: Generate,
-    done: Done,
-    failed: Failed,
-) -> None:
-    """Answer in batches of similar prompt length, within windows of the file."""
-    window = 16 * options.concurrency
-    while items := list(islice(todo, window)):
-        active: list[tuple[str, Progressing, list[int]]] = []
-        for key, conversation in items:
-            item = Progressing(conversation, options)
-            with _failing(conversation, failed):
-                active.append((key, item, _prompt_ids(item, encoder)))
-        while active:
-            active.sort(key=lambda entry: len(entry[2]))
-            batch, active = active[: options.concurrency], active[options.concurrency :]
-            results = generate(
-                [ids for _, _, ids in batch],
-                max_tokens=options.max_tokens,
-                sampling=options.sampling(),
-                seeds=[item.seed for _, item, _ in batch],
-            )
-            for (key, item, prompt), (ids, finished) in zip(batch, results, strict=True):
-                usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-                stop: Literal["stop", "length"] = "stop" if finished else "length"
-                text = encoder.decode_answer(ids, finished)
-                if item.receive(Answer(text, stop, None, prompt, [int(i) for i in ids], usage)):
-                    done(item, key)
-                    continue
-                with _failing(item.conversation, failed):
-                    active.append((key, item, _prompt_ids(item, encoder)))
-
-
-def _prompt_ids(item: Progressing, encoder: ConversationEncoder) -> list[int]:
-    conversation = replace(item.conversation, messages=item.messages, template=item.template)
-    return encoder.continue_ids(conversation)
-
-
-@contextmanager
-def _failing(conversation: Conversation, failed: Failed) -> Iterator[None]:
-    try:
-        yield
-    except BadConversation as error:
-        failed(conversation, error)

@@ -1,6 +1,4 @@
-"""Answers from OpenAI-compatible servers: several addresses, bounded concurrency, retries, dead servers
-left alone.
-"""
+"""Answers from OpenAI-compatible servers: bounded concurrency, retries, and dead servers left alone."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import httpx
 
 from dspark_train.data.conversations import BadConversation, Conversation
 from dspark_train.errors import UserError
-from dspark_train.prepare.regenerate import Answer, Done, Failed, Progressing, Regenerate
+from dspark_train.prepare.answers import Answer, Done, Failed, Progressing, Regenerate
 
 
 class _ServerFailure(Exception):  # noqa: N818 - never leaves this file
@@ -95,8 +93,16 @@ class ServerPool:
 def answer_over_http(
     todo: Iterator[tuple[str, Conversation]], options: Regenerate, done: Done, failed: Failed
 ) -> None:
-    """Answer conversations over the servers of ``options``; ``done`` and ``failed`` are called from one
-    thread.
+    """Answer conversations by the servers of ``options``.
+
+    Args:
+        todo: conversations, by key.
+        options: of the stage.
+        done: told of each complete conversation, from one thread.
+        failed: told of each that got no answer, from the same thread.
+
+    Raises:
+        UserError: no server answers, or the environment lacks the key.
     """
     asyncio.run(_answer_all(todo, options, done, failed))
 
@@ -109,7 +115,9 @@ async def _answer_all(
     if options.api_key_variable:
         key = os.environ.get(options.api_key_variable)
         if not key:
-            raise UserError(f"regenerate.api_key_variable: the environment has no {options.api_key_variable}")
+            raise UserError(
+                f"regeneration.api_key_variable: the environment has no {options.api_key_variable}"
+            )
         headers["Authorization"] = f"Bearer {key}"
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(timeout=options.timeout, headers=headers, limits=limits) as client:

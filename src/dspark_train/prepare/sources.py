@@ -28,11 +28,11 @@ from dspark_train.data.conversations import (
     check_tools,
     content_hash,
     conversation_from_row,
-    read_rows,
     reading,
+    row_of,
 )
 from dspark_train.errors import UserError
-from dspark_train.files import count_lines
+from dspark_train.files import count_lines, read_lines
 
 Format = Literal["auto", "messages", "conversations", "pairs", "prompts", "text", "tokens"]
 
@@ -74,8 +74,7 @@ class Source:
     format: Format = "auto"
     """How a row is read; ``auto`` looks at its columns."""
     columns: dict[str, str | list[str]] = field(default_factory=dict)
-    """Column names, where they are not the usual ones: keys messages, prompt, response, system, text,
-    input_ids,
+    """Column names, where they are not the usual ones: keys messages, prompt, response, system, text, input_ids,
     loss_mask, tools, domain, id, split. Several columns are joined by an empty line."""
     subset: str | None = None
     """Configuration name of a hub data set."""
@@ -218,10 +217,15 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise UserError(f"source {path} is no sound Parquet file ({error}): fetch it again") from error
     elif path.suffix == ".jsonl":
-        yield from read_rows(path)
+        for line in read_lines(path):
+            try:
+                row = row_of(line)
+            except BadConversation as error:
+                row = error
+            yield line.where, row
     elif path.suffix == ".json":
         try:
-            rows = json.loads(path.read_text())
+            rows = json.loads(path.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise UserError(
                 f"source {path} is not JSON ({error}); lines of JSON belong in a .jsonl file"

