@@ -221,16 +221,17 @@ def quiet() -> None:
     hub_progress.disable_progress_bars()
 
 
-def main(arguments: ArgsType) -> None:
-    """Run ``fit`` or ``validate``.
+def run_cli(cli: type[DSparkCLI], arguments: ArgsType) -> DSparkCLI:
+    """Parse a command line of ``fit`` or ``validate``, and do with it what ``cli`` does.
 
     Args:
+        cli: this project's LightningCLI, or one that does less.
         arguments: command line, subcommand first. ``--init_from`` is short for ``--model.init_from``.
     """
     quiet()
     if isinstance(arguments, list):
         arguments = [re.sub(r"^--init_from(?==|$)", "--model.init_from", word) for word in arguments]
-    DSparkCLI(
+    return cli(
         DSparkModule,
         DSparkDataModule,
         save_config_callback=None,
@@ -242,6 +243,15 @@ def main(arguments: ArgsType) -> None:
             "logger": False,
         },
         auto_configure_optimizers=False,
-        parser_kwargs={**STRICT, "fit": dict(STRICT), "validate": dict(STRICT)},
+        parser_kwargs={**STRICT, **{name: dict(STRICT) for name in cli.subcommands()}},
         args=None if arguments == sys.argv[1:] else arguments,
     )
+
+
+def main(arguments: ArgsType) -> None:
+    """Run ``fit`` or ``validate``.
+
+    Args:
+        arguments: command line, subcommand first.
+    """
+    run_cli(DSparkCLI, arguments)

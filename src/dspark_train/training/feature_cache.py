@@ -116,9 +116,21 @@ def estimate_cache(target: FrozenTarget, lengths: Iterable[int], storage: Storag
         storage: form of the features.
     """
     tokens = int(sum(int(length) for length in lengths))
-    item, taps, size = target.dtype.itemsize, len(target.layer_ids), target.hidden_size
-    features = taps * size * item if storage == "exact" else taps * (size + 4)
-    return CacheEstimate(tokens, tokens * (features + size * item + 4))
+    each = bytes_per_token(len(target.layer_ids), target.hidden_size, target.dtype.itemsize, storage)
+    return CacheEstimate(tokens, tokens * each)
+
+
+def bytes_per_token(taps: int, hidden_size: int, item: int, storage: Storage = "exact") -> int:
+    """Bytes that a cache stores of one token.
+
+    Args:
+        taps: m, tapped layers.
+        hidden_size: d.
+        item: bytes of an element of the target.
+        storage: form of the features.
+    """
+    features = taps * hidden_size * item if storage == "exact" else taps * (hidden_size + 4)
+    return features + hidden_size * item + 4
 
 
 class FeatureCache:
