@@ -10,12 +10,11 @@ import dataclasses
 import json
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import httpx
 import torch
 
 from dspark_train.errors import UserError
@@ -121,7 +120,7 @@ class Server:
             )
         self.root = url.rstrip("/").removesuffix("/v1")
         self.timeout = timeout_seconds
-        self.headers = {"Content-Type": "application/json"}
+        self.headers: dict[str, str] = {}
         if key_variable is not None:
             key = os.environ.get(key_variable)
             if not key:
@@ -134,17 +133,18 @@ class Server:
         Raises:
             UserError: the server cannot be reached, or refuses.
         """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.root + path, data=data, headers=self.headers)
+        method, url = "GET" if body is None else "POST", self.root + path
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                return str(answer.read().decode("utf-8"))
-        except urllib.error.HTTPError as error:
-            detail = self._without_key(error.read(500).decode("utf-8", "replace").strip())
-            raise UserError(f"{self.root}{path}: the server answers {error.code}: {detail}") from error
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            reason = getattr(error, "reason", error)
-            raise UserError(f"{self.root}{path}: no answer ({reason}); is the server running?") from error
+            answer = httpx.request(
+                method, url, json=body, headers=self.headers, timeout=self.timeout, follow_redirects=True
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{url}: no answer ({reason}); is the server running?") from error
+        if answer.is_error:
+            detail = self._without_key(answer.text).strip()[:500]
+            raise UserError(f"{url}: the server answers {answer.status_code}: {detail}")
+        return answer.text
 
     def _without_key(self, text: str) -> str:
         """What a server answers, without the key, which some echo."""
