@@ -313,3 +313,14 @@ class DSparkDraft(PreTrainedModel):
             text = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names)}" for kind, names in wrong.items())
             raise UserError(f"the draft in {folder} does not fit its config.json: {text}")
         return model
+
+
+def tensor_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a draft, its copies of the target's matrices included; nothing is allocated.
+
+    Raises:
+        UserError: the configuration cannot work.
+    """
+    with torch.device("meta"):
+        state = DSparkDraft(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name != "d2t"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dspark_train.draft.config import DSparkConfig, HeadType
+from dspark_train.draft.config import DSparkConfig, HeadType, canonical_rope
 from dspark_train.errors import UserError
 
 
@@ -46,26 +46,6 @@ class DraftRecipe:
     """Initial weight of the final norm; a small one makes the first logits near uniform."""
 
 
-def rope_parameters(target: Any) -> dict[str, Any]:
-    """Rotary settings of the target's full attention, as the draft's layers use them.
-
-    Args:
-        target: the target's Hugging Face text config.
-
-    Raises:
-        UserError: rotary settings that the draft's Qwen3 layers cannot carry.
-    """
-    rope = dict(getattr(target, "rope_parameters", None) or {})
-    if "full_attention" in rope:
-        rope = dict(rope["full_attention"])
-    rope.setdefault("rope_type", "default")
-    if "rope_theta" not in rope:
-        raise UserError(
-            f"the target's config ({target.model_type}) names no rope_theta: its positions are not rotary"
-        )
-    return rope
-
-
 def build_config(
     recipe: DraftRecipe,
     target: Any,
@@ -90,6 +70,11 @@ def build_config(
     Raises:
         UserError: names every combination that cannot work.
     """
+    rope = canonical_rope(target.to_dict())
+    if rope is None:
+        raise UserError(
+            f"the target's config ({target.model_type}) names no rope_theta: its positions are not rotary"
+        )
     heads = target.num_attention_heads
     mask = recipe.mask_token_id if recipe.mask_token_id is not None else mask_token_id
     config = DSparkConfig(
@@ -107,7 +92,7 @@ def build_config(
         or "silu",
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        rope_parameters=rope_parameters(target),
+        rope_parameters=rope,
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,

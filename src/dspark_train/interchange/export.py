@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from dspark_train.draft.config import canonical_rope
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import MAX_SHARD_BYTES, DraftCheckpoint, write_checkpoint
 from dspark_train.interchange.dflash import to_dflash
@@ -26,7 +27,6 @@ from dspark_train.interchange.native import (
     LAYER_FIELDS,
     REQUIRED_FIELDS,
     expected_shapes,
-    rope_parameters,
     to_native,
 )
 from dspark_train.interchange.speculators import to_speculators
@@ -120,7 +120,7 @@ def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype)
     config["num_target_layers"] = source["num_target_layers"]
     config["draft_vocab_size"] = source.get("draft_vocab_size")
     config["layer_types"] = ["full_attention"] * source["num_hidden_layers"]
-    config["rope_parameters"] = rope_parameters(source)
+    config["rope_parameters"] = canonical_rope(source)
     state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items() if name != "d2t"}
     token_ids = draft.draft_token_ids
     token_ids = None if token_ids is None else token_ids.cpu()

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dspark_train.draft.config import canonical_rope
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_json, write_checkpoint
 from dspark_train.interchange.detect import Layout, detect, read_draft
 from dspark_train.interchange.export import replace_folder
-from dspark_train.interchange.native import rope_parameters, to_native
+from dspark_train.interchange.native import to_native
 from dspark_train.interchange.verify import ReadBack, verify_folder
+from dspark_train.target.config import layer_id_problems
 
 if TYPE_CHECKING:
     from dspark_train.draft.config import DSparkConfig
@@ -75,12 +77,10 @@ def fit_to_target(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str
         notes.append(f"filled in num_target_layers {target.num_layers} from the target")
     elif config["num_target_layers"] != target.num_layers:
         wrong.append(f"num_target_layers {config['num_target_layers']} (the target has {target.num_layers})")
-    taps = config["target_layer_ids"]
-    if taps[-1] > target.num_layers - 2:
-        wrong.append(f"target_layer_ids {taps} (taps of this target lie in -1..{target.num_layers - 2})")
+    wrong += layer_id_problems("target_layer_ids", config["target_layer_ids"], target.num_layers)
     if wrong:
         raise UserError(f"the draft was not made for {target.name}: {'; '.join(wrong)}")
-    own = _full_attention_rope(target)
+    own = canonical_rope(target.config.to_dict())
     if config["rope_parameters"] is None:
         config["rope_parameters"] = own
         notes.append(f"filled in the rope settings from the target: {own}")
@@ -93,15 +93,6 @@ def fit_to_target(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str
     config["embedding_scale"] = target.embedding_scale
     config["final_logit_softcapping"] = target.logit_softcap
     return notes
-
-
-def _full_attention_rope(target: FrozenTarget) -> dict[str, Any] | None:
-    """Rope settings of the target's full-attention layers, in canonical form."""
-    raw = target.config.to_dict()
-    nested = raw.get("rope_parameters") or {}
-    if "full_attention" in nested:
-        raw = {**raw, "rope_parameters": nested["full_attention"]}
-    return rope_parameters(raw)
 
 
 def complete(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str]:
@@ -273,7 +264,7 @@ def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> 
     ]
     if not config["sample_from_anchor"]:
         notes.append("its slots predicted their own positions, and learn to predict the next ones")
-    theirs, ours = config["rope_parameters"], rope_parameters(own.to_dict())
+    theirs, ours = config["rope_parameters"], canonical_rope(own.to_dict())
     if theirs is not None and theirs != ours:
         notes.append(f"the rope settings were {theirs}, are {ours}")
     return notes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.readback import PlainDraft, Proposal
+from dspark_train.interchange.readback import GreedyBlock, PlainDraft
 from dspark_train.structures import Blocks
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def rounded(
 
 @torch.no_grad()
 def _teacher_forced(
-    draft: DSparkDraft, features: Tensor, anchors: Tensor, tokens: Tensor, proposals: list[Proposal]
+    draft: DSparkDraft, features: Tensor, anchors: Tensor, tokens: Tensor, proposals: list[GreedyBlock]
 ) -> tuple[Tensor, Tensor | None]:
     """The draft's logits ``[N, γ, U]`` and confidence logits ``[N, γ]`` along the proposed
     tokens."""
@@ -125,7 +125,7 @@ def _teacher_forced(
 
 
 def _compare(
-    folder: Path, draft: DSparkDraft, logits: Tensor, confidence: Tensor | None, proposals: list[Proposal]
+    folder: Path, draft: DSparkDraft, logits: Tensor, confidence: Tensor | None, proposals: list[GreedyBlock]
 ) -> ReadBack:
     read = torch.stack([proposal.logits for proposal in proposals])
     ids = draft.draft_token_ids
