@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -12,7 +12,7 @@ from dspark_train.errors import UserError
 from dspark_train.target.config import layer_id_problems
 
 HeadType = Literal["vanilla", "gated", "rnn", "none"]
-HEAD_TYPES = ("vanilla", "gated", "rnn", "none")
+HEAD_TYPES = get_args(HeadType)
 
 
 @strict
@@ -20,25 +20,36 @@ class DSparkConfig(Qwen3Config):
     """``config.json`` of a draft in the native layout.
 
     The Qwen3 fields describe the draft's own layers; ``vocab_size`` is that of the target. The fields below come
-    on top. ``block_size`` is γ, and ``sample_from_anchor`` says that the anchor's slot predicts too, so that γ
-    slots give γ draft tokens.
+    on top.
     """
 
     model_type = "qwen3"
 
     block_size: int = 7
-    num_target_layers: int = 36
+    """γ, draft tokens per round."""
+    num_target_layers: int | None = 36
+    """Decoder layers of the target; None where a foreign checkpoint does not say."""
     target_layer_ids: list[int] | None = None
+    """Tapped layers, as in :class:`~dspark_train.target.config.TargetConfig`."""
     mask_token_id: int = 0
+    """Token fed to the slots after the anchor."""
     num_anchors: int = 512
+    """Most blocks per sequence in training; for readers only."""
     markov_rank: int = 256
+    """r; 0 for a parallel draft."""
     markov_head_type: str = "vanilla"
+    """One of :data:`HEAD_TYPES`."""
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    """The confidence head sees the previous token's Markov embedding."""
     sample_from_anchor: bool = True
+    """The anchor's slot predicts too, so that γ slots give γ draft tokens."""
     draft_vocab_size: int | None = None
+    """U, rows of the draft's logits; None for the target's vocabulary."""
     embedding_scale: float = 1.0
+    """Factor of the target's token embeddings."""
     final_logit_softcapping: float | None = None
+    """The target's soft-cap, applied to the draft's base logits."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)
