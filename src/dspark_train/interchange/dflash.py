@@ -85,8 +85,7 @@ def to_dflash(checkpoint: DraftCheckpoint) -> tuple[dict[str, Any], dict[str, Te
     if config["markov_rank"]:
         raise UserError(
             f"format dflash holds no sequential head, and this draft has one ({config['markov_head_type']}, "
-            "rank "
-            f"{config['markov_rank']}); use native or speculators"
+            f"rank {config['markov_rank']}); use native or speculators"
         )
     if checkpoint.draft_token_ids is not None:
         raise UserError("format dflash holds no reduced vocabulary; use native or speculators")

@@ -153,8 +153,7 @@ def rewrite(
         if reasons:
             raise UserError(
                 f"format {layout}: {'; '.join(reasons)}. Nothing was written; format native is read back by "
-                "this "
-                "project whatever the engines say"
+                "this project whatever the engines say"
             )
     return checkpoint, found
 

@@ -1,5 +1,4 @@
-"""Takes drafts made elsewhere: checks them against the target, completes them, or starts training from
-them."""
+"""Takes drafts made elsewhere: checks them against their target, completes them, or starts training from them."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from dspark_train.target.frozen import FrozenTarget
 
 COPY_TOLERANCE = 1e-2
-"""Largest difference between a folder's copy of a target matrix and the target's own that rounding
-explains."""
+"""Largest difference, by rounding, between a folder's copy of a target matrix and the target's own."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ def complete(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str]:
             if not gap <= COPY_TOLERANCE * max(scale, 1e-6):
                 raise UserError(
                     f"{name} of the draft differs from the target's by up to {gap:.3g} (largest entry "
-                    f"{scale:.3g}); "
-                    f"it was made for another model than {target.name}, or trained with a matrix of its own"
+                    f"{scale:.3g}); it was made for another model than {target.name}, or trained with a matrix "
+                    "of its own"
                 )
             if gap:
                 notes.append(
@@ -162,8 +160,7 @@ def import_folder(
     if not checkpoint.config["sample_from_anchor"]:
         notes.append(
             "its slots predict their own positions (sample_from_anchor false): decoding refuses it; train "
-            "from it "
-            f"with fit --model.init_from {folder}"
+            f"from it with fit --model.init_from {folder}"
         )
         replace_folder(aside, folder)
         return ImportResult(layout, folder, notes)
@@ -271,8 +268,7 @@ def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> 
 
 
 def _head_rows(checkpoint: DraftCheckpoint, draft: DSparkDraft) -> dict[str, Tensor]:
-    """W2 of the source with the rows of the new draft's vocabulary: copied by target id, 0 where it has
-    none."""
+    """W2 of the source with the rows of the new draft's vocabulary, 0 where the source has none."""
     name = "markov_head.markov_w2.weight"
     theirs = checkpoint.tensors.get(name)
     if theirs is None or draft.markov_head is None:

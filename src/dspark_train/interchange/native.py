@@ -253,8 +253,11 @@ def read_weights(folder: Path, config: dict[str, Any], notes: list[str]) -> Draf
 
 
 def token_ids_of(folder: Path, offsets: Tensor | None, reduced: int, vocabulary: int) -> Tensor:
-    """Return target ids ``[U]`` from offsets ``[U]``: ascending, distinct, below V; anything else is
-    refused."""
+    """Return target ids ``[U]`` (ascending, distinct, below V) from offsets ``[U]``.
+
+    Raises:
+        UserError: the offsets are missing, or give other ids.
+    """
     if offsets is None:
         raise UserError(
             f"{folder}: draft_vocab_size {reduced} is below vocab_size {vocabulary}, but d2t is missing"

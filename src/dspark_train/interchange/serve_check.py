@@ -39,8 +39,7 @@ class AcceptedRounds:
     accepted_length: float
     """Tokens per round, the target's own included: 1 + accepted / rounds."""
     acceptance: tuple[float, ...]
-    """``[γ]``: share of rounds that accepted the prefix up to each position; empty where the server hides
-    it."""
+    """``[γ]``: share of rounds that accepted the prefix up to each position; empty where it is not told."""
 
     @classmethod
     def of_trace(cls, trace: DecodingTrace) -> AcceptedRounds:

@@ -84,8 +84,7 @@ def read_speculators(folder: Path) -> DraftCheckpoint:
 
 
 def _slot_layout(raw: Mapping[str, Any], algorithm: str, notes: list[str]) -> bool:
-    """Whether the anchor's slot predicts. Readers disagree on what a missing key means, so it is said
-    aloud."""
+    """Whether the anchor's slot predicts; a note says so where the key is missing: readers disagree on it."""
     stated = raw.get("sample_from_anchor")
     if stated is not None:
         return bool(stated)

@@ -22,8 +22,7 @@ PROBES = 4
 CONTEXT = 24
 """Context positions of the longest probe."""
 TOLERANCE = 1e-3
-"""Largest difference of logits and confidence logits in float32, relative to the largest logit (at least
-1)."""
+"""Largest float32 difference of logits and confidence logits, relative to the largest logit (at least 1)."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def verify_folder(
 def rounded(
     draft: DSparkDraft, embedding: Tensor, head: Tensor, dtype: torch.dtype, temperature: float = 1.0
 ) -> DSparkDraft:
-    """Return a float32 CPU copy of ``draft`` with every weight rounded to ``dtype``, its temperature folded
-    in."""
+    """Return a float32 CPU copy of ``draft``, weights rounded to ``dtype``, the temperature folded in."""
     from dspark_train.draft.model import BorrowedVocabulary
 
     borrowed = draft.borrowed
@@ -107,8 +105,7 @@ def rounded(
 def _teacher_forced(
     draft: DSparkDraft, features: Tensor, anchors: Tensor, tokens: Tensor, proposals: list[GreedyBlock]
 ) -> tuple[Tensor, Tensor | None]:
-    """The draft's logits ``[N, γ, U]`` and confidence logits ``[N, γ]`` along the proposed
-    tokens."""
+    """The draft's logits ``[N, γ, U]`` and confidence logits ``[N, γ]`` along the proposed tokens."""
     proposed = torch.stack([proposal.tokens for proposal in proposals])
     slots = torch.full_like(proposed, draft.config.mask_token_id)
     slots[:, 0] = tokens
