@@ -34,7 +34,7 @@ from dspark_train.decoding.decoder import generate
 from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.interchange.export import ExportFormat, TargetWeights, export_draft
-from dspark_train.interchange.serve_check import Acceptance, own_rounds
+from dspark_train.interchange.serve_check import AcceptedRounds, own_rounds
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 
@@ -211,7 +211,7 @@ def check(case: Case, answers: list[dict[str, Any]], max_tokens: int) -> Iterato
     plain, *served = answers
     for layout, answer in zip(case.layouts, served, strict=True):
         counters = answer["counters"]
-        theirs = Acceptance.of_counts(
+        theirs = AcceptedRounds.of_counts(
             counters["num_drafts"], counters["num_accepted_tokens"], counters["num_accepted_tokens_per_pos"]
         )
         yield {
@@ -221,7 +221,7 @@ def check(case: Case, answers: list[dict[str, Any]], max_tokens: int) -> Iterato
             "identical_to_plain": sum(a == b for a, b in zip(answer["tokens"], plain["tokens"], strict=True)),
             "identical_to_own": sum(a == b for a, b in zip(answer["tokens"], tokens, strict=True)),
             "vllm": theirs,
-            "own": Acceptance.of_trace(trace),
+            "own": AcceptedRounds.of_trace(trace),
             "mended": answer["mended"],
             "versions": answer["versions"],
         }

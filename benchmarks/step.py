@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from table import PeakMemory, machine, write_table
 
-from dspark_train.cli.plan import shape_of
 from dspark_train.data.blocks import build_blocks, slot_weights
+from dspark_train.data.load import Load
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config
 from dspark_train.structures import TokenBatch
 from dspark_train.target.config import TargetConfig
+from dspark_train.target.cost import TargetCost
 from dspark_train.target.frozen import FrozenTarget
-from dspark_train.training.costs import Load, memory_of
+from dspark_train.training.costs import StepCost
 from dspark_train.training.objective import fused_objective, target_logsumexp
 from dspark_train.training.terms import ObjectiveConfig, SupervisedRows, confidence_rows
 
@@ -122,10 +123,16 @@ def measure(
                 best = parts
     total = sum(best.values())
     load = Load(sequences, sequences * length, len(blocks.anchor), len(rows.slot), len(rows.position))
-    settings = {"draft": vars(recipe), "target": {"layer_ids": list(target.layer_ids)}}
-    settings["trainer"] = {"accelerator": device.type}
-    shape = shape_of(settings, target.config.to_dict())
-    expected = memory_of(shape, load, 0, 1, objective.memory_budget_mib * 2**20, mixed=True)
+    budget = objective.memory_budget_mib * 2**20
+    cost = StepCost(
+        TargetCost.of(target.model),
+        draft,
+        budget,
+        mixed=True,
+        target_item=target.dtype.itemsize,
+        cached=cached,
+    )
+    expected = cost.memory(load, stage=0, ranks=1)
     moving = sum(value for name, value in expected.items() if name not in ("target", "weights"))
     return {
         "seconds": total,

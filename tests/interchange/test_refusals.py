@@ -47,32 +47,31 @@ def header_file(path: Path, header: Any, data: bytes = b"") -> Path:
     return path
 
 
+DAMAGED = r"a\.safetensors: truncated, damaged or not a safetensors file"
+
+
 @pytest.mark.parametrize(
     ("header", "data", "said"),
     [
-        ({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}, b"\0" * 8, "needs 16 bytes"),
-        ({"a": {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 8]}}, b"\0" * 8, "needs"),
+        ({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}, b"\0" * 8, DAMAGED),
+        ({"a": {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 8]}}, b"\0" * 8, DAMAGED),
         (
             {"a": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}},
             b"\0" * 4,
             "element type F8_E4M3",
         ),
-        (
-            {"a": {"dtype": "F32", "shape": [-1, 2], "data_offsets": [0, 8]}},
-            b"\0" * 8,
-            "not a safetensors file",
-        ),
-        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 9, "truncated or padded"),
+        ({"a": {"dtype": "F32", "shape": [-1, 2], "data_offsets": [0, 8]}}, b"\0" * 8, DAMAGED),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 9, DAMAGED),
         (
             {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"},
             b"\0" * 8,
-            "overlap or leave gaps",
+            DAMAGED,
         ),
-        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"\0" * 8, "overlap or leave gaps"),
-        (b"[" * 100_000, b"", "not JSON"),
-        ({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4, "malformed"),
-        (b"[1]", b"", "not a JSON object"),
-        (b"\xff\xfe", b"", "not JSON"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"\0" * 8, DAMAGED),
+        (b"[" * 100_000, b"", DAMAGED),
+        ({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4, DAMAGED),
+        (b"[1]", b"", DAMAGED),
+        (b"\xff\xfe", b"", DAMAGED),
     ],
 )
 def test_headers_that_lie_are_refused(tmp_path: Path, header: Any, data: bytes, said: str) -> None:
@@ -82,18 +81,16 @@ def test_headers_that_lie_are_refused(tmp_path: Path, header: Any, data: bytes, 
 
 def test_short_files_and_overlong_headers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    path.write_bytes(b"\0\0")
-    with pytest.raises(UserError, match="too short"):
-        read_header(path)
-    path.write_bytes(struct.pack("<Q", 10**15) + b"{}")
-    with pytest.raises(UserError, match="header of 1000000000000000 bytes"):
-        read_header(path)
+    for content in (b"", b"\0\0", struct.pack("<Q", 10**15) + b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=DAMAGED):
+            read_header(path)
 
 
 def test_a_truncated_weight_file_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"needs|truncated"):
+    with pytest.raises(UserError, match="truncated"):
         read_draft(folder)
 
 
@@ -139,8 +136,18 @@ def test_missing_shards_and_doubled_tensors_are_refused(tmp_path: Path) -> None:
         ({"markov_rank": "remove"}, "markov_rank missing"),
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm'"),
         ({"target_layer_ids": [2, 0]}, "strictly increasing"),
-        ({"target_layer_ids": "all"}, "strictly increasing"),
-        ({"mask_token_id": 53}, r"not in 0\.\.52"),
+        ({"target_layer_ids": "all"}, "target_layer_ids 'all'; expected a list of layer numbers"),
+        ({"target_layer_ids": [0, True]}, "expected a list of layer numbers"),
+        ({"target_layer_ids": []}, "expected a list of layer numbers"),
+        ({"target_layer_ids": [-2, 0]}, "must lie in"),
+        ({"target_layer_ids": [0, 3]}, "last decoder layer"),
+        ({"num_target_layers": "four"}, "num_target_layers 'four'"),
+        ({"head_dim": "wide"}, "head_dim 'wide'"),
+        ({"markov_rank": True}, "markov_rank True"),
+        ({"markov_rank": 0, "confidence_head_with_markov": True}, "needs a sequential head"),
+        ({"num_key_value_heads": 3}, "no multiple"),
+        ({"vocab_size": 10**12, "markov_rank": 10**12, "draft_vocab_size": 10**12}, "too large"),
+        ({"mask_token_id": 53}, r"must lie in 0\.\.52"),
         ({"block_size": 0}, "block_size 0"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "only full_attention"),
         ({"use_sliding_window": True}, "only full_attention"),

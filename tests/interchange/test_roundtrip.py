@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.interchange.detect import read_draft
-from dspark_train.interchange.export import ExportFormat, TargetWeights, export_draft
+from dspark_train.interchange.engines import ExportFormat
+from dspark_train.interchange.export import TargetWeights, export_draft
 from dspark_train.interchange.importing import import_folder
 from dspark_train.interchange.readback import PlainDraft, rope_frequencies
 from dspark_train.structures import Blocks, DraftOutput

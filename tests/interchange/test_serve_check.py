@@ -17,7 +17,7 @@ from dspark_train.decoding.decoder import generate
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.interchange.serve_check import (
-    Acceptance,
+    AcceptedRounds,
     Server,
     ask,
     compare,
@@ -203,8 +203,8 @@ def test_acceptance_of_a_trace_by_hand() -> None:
         accepted=accepted,
         committed=accepted + 1,
     )
-    assert Acceptance.of_trace(trace) == Acceptance(4, 2.25, (0.75, 0.5))
-    assert Acceptance.of_counts(4, 5, [3, 2]) == Acceptance(4, 2.25, (0.75, 0.5))
+    assert AcceptedRounds.of_trace(trace) == AcceptedRounds(4, 2.25, (0.75, 0.5))
+    assert AcceptedRounds.of_counts(4, 5, [3, 2]) == AcceptedRounds(4, 2.25, (0.75, 0.5))
 
 
 def test_what_the_user_can_fix_is_said(
@@ -224,7 +224,7 @@ def test_what_the_user_can_fix_is_said(
     with fake.run() as url, pytest.raises(UserError, match="neither vllm: nor sglang: metrics"):
         ask(Server(url), PROMPTS, 4)
     with pytest.raises(UserError, match="verified no draft"):
-        Acceptance.of_counts(0, 0, [])
+        AcceptedRounds.of_counts(0, 0, [])
 
 
 def test_keys_are_sent_and_never_shown(

@@ -36,7 +36,7 @@ COMMANDS = {
     "prepare stats": Command(
         "dspark_train.cli.prepare:stats", "lengths, masks, anchors, drops, cost of an epoch", "Data"
     ),
-    "plan": Command("dspark_train.cli.plan:plan", "what a recipe will need, from configs alone", "Training"),
+    "plan": Command("dspark_train.cli.plan:main", "what a recipe will need, from configs alone", "Training"),
     "fit": Command(
         "dspark_train.cli.fit:main", "train a draft; then calibrate, decode and report", "Training"
     ),
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str]) -> None:
         raise UserError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}; --help lists the commands")
     quiet_libraries()
     bound_memory()
-    if name in ("fit", "validate"):
+    if name in ("fit", "validate", "plan"):
         resolve(COMMANDS[name])([name, *rest])
         return
     from dspark_train.cli.parsing import run_command

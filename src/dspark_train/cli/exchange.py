@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.export import ExportFormat
+from dspark_train.interchange.engines import ExportFormat
 
 
 def export(

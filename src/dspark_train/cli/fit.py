@@ -176,14 +176,20 @@ def automatic_precision(config: Namespace) -> str:
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bf16-mixed" if fast else "32-true"
     with stage("measuring this processor"):
-        shape = LayerShape.of(read_target_config(config.target))
-        shape = replace(shape, kv_heads=config.draft.num_key_value_heads or shape.kv_heads)
-        choice = machine.choose_dtype("training", shape, PASS_ROWS, backward=True)
+        precision = measured_precision(config)
         if config.target.dtype == "auto":
             choose_form(read_target_config(config.target), torch.device("cpu"))
     os.environ[CHOICES] = json.dumps(machine.decided())
     for chosen in machine.decided().values():
         say(f"  {Choice.from_json(chosen)}")
+    return precision
+
+
+def measured_precision(config: Namespace) -> str:
+    """``bf16-mixed`` or ``32-true``, whichever a CPU trains a layer of this draft faster in."""
+    shape = LayerShape.of(read_target_config(config.target))
+    shape = replace(shape, kv_heads=config.draft.num_key_value_heads or shape.kv_heads)
+    choice = machine.choose_dtype("training", shape, PASS_ROWS, backward=True)
     return "bf16-mixed" if choice.name == "bfloat16" else "32-true"
 
 
@@ -304,16 +310,17 @@ def run_stages(folder: Path, stages: list[Stage], options: dict[Stage, dict[str,
         update_run(folder, wall_seconds={command: round(time.monotonic() - begun, 1)})
 
 
-def main(arguments: ArgsType) -> None:
-    """Run ``fit`` or ``validate``.
+def run_cli(cli: type[DSparkCLI], arguments: ArgsType) -> DSparkCLI:
+    """Parse a command line of ``fit`` or ``validate``, and do with it what ``cli`` does.
 
     Args:
+        cli: this project's LightningCLI, or one that does less.
         arguments: command line, subcommand first. ``--init_from`` is short for ``--model.init_from``.
     """
     quiet_libraries()
     if isinstance(arguments, list):
         arguments = [re.sub(r"^--init_from(?==|$)", "--model.init_from", word) for word in arguments]
-    DSparkCLI(
+    return cli(
         DSparkModule,
         DSparkDataModule,
         save_config_callback=None,
@@ -325,6 +332,15 @@ def main(arguments: ArgsType) -> None:
             "logger": False,
         },
         auto_configure_optimizers=False,
-        parser_kwargs={**STRICT, "fit": dict(STRICT), "validate": dict(STRICT)},
+        parser_kwargs={**STRICT, **{name: dict(STRICT) for name in cli.subcommands()}},
         args=None if arguments == sys.argv[1:] else arguments,
     )
+
+
+def main(arguments: ArgsType) -> None:
+    """Run ``fit`` or ``validate``.
+
+    Args:
+        arguments: command line, subcommand first.
+    """
+    run_cli(DSparkCLI, arguments)

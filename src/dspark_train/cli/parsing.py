@@ -14,6 +14,8 @@ import jsonargparse
 from dspark_train.cli.commands import nearest
 from dspark_train.errors import UserError
 
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help of dataclasses' fields
+
 STRICT: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
 """Arguments of every parser: errors come as exceptions, and a flag is only what its whole name says."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from typing import Any, Literal, cast, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from dspark_train.errors import UserError
+from dspark_train.target.config import layer_id_problems
 
 HeadType = Literal["vanilla", "gated", "rnn", "none"]
-HEAD_TYPES = ("vanilla", "gated", "rnn", "none")
+HEAD_TYPES = get_args(HeadType)
 
 
 @strict
@@ -18,25 +20,36 @@ class DSparkConfig(Qwen3Config):
     """``config.json`` of a draft in the native layout.
 
     The Qwen3 fields describe the draft's own layers; ``vocab_size`` is that of the target. The fields below come
-    on top. ``block_size`` is γ, and ``sample_from_anchor`` says that the anchor's slot predicts too, so that γ
-    slots give γ draft tokens.
+    on top.
     """
 
     model_type = "qwen3"
 
     block_size: int = 7
-    num_target_layers: int = 36
+    """γ, draft tokens per round."""
+    num_target_layers: int | None = 36
+    """Decoder layers of the target; None where a foreign checkpoint does not say."""
     target_layer_ids: list[int] | None = None
+    """Tapped layers, as in :class:`~dspark_train.target.config.TargetConfig`."""
     mask_token_id: int = 0
+    """Token fed to the slots after the anchor."""
     num_anchors: int = 512
+    """Most blocks per sequence in training; for readers only."""
     markov_rank: int = 256
+    """r; 0 for a parallel draft."""
     markov_head_type: str = "vanilla"
+    """One of :data:`HEAD_TYPES`."""
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    """The confidence head sees the previous token's Markov embedding."""
     sample_from_anchor: bool = True
+    """The anchor's slot predicts too, so that γ slots give γ draft tokens."""
     draft_vocab_size: int | None = None
+    """U, rows of the draft's logits; None for the target's vocabulary."""
     embedding_scale: float = 1.0
+    """Factor of the target's token embeddings."""
     final_logit_softcapping: float | None = None
+    """The target's soft-cap, applied to the draft's base logits."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)
@@ -67,39 +80,31 @@ class DSparkConfig(Qwen3Config):
         Raises:
             UserError: names every offending field with its value and the remedy.
         """
-        problems = [text for wrong, text in self._rules() if wrong]
+        problems = self.problems()
         if problems:
             raise UserError("the draft's configuration cannot work: " + "; ".join(problems))
 
-    def _rules(self) -> list[tuple[bool, str]]:
-        taps, rank, head = self.layer_ids, self.markov_rank, self.markov_head_type
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
-        partial = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        return [
+    def problems(self) -> list[str]:
+        """What cannot work, one sentence each: the rules for drafts made here and for those read from elsewhere."""
+        rank, head, confidence = self.markov_rank, self.markov_head_type, self.confidence_head_with_markov
+        rules = [
             (self.block_size < 1, f"block_size {self.block_size} must be at least 1"),
             (self.num_hidden_layers < 1, f"num_layers {self.num_hidden_layers} must be at least 1"),
-            (head not in HEAD_TYPES, f"head {head!r} is not one of {', '.join(HEAD_TYPES)}"),
+            (
+                head not in HEAD_TYPES,
+                f"markov_head_type {head!r} (draft.head) is not one of {', '.join(HEAD_TYPES)}",
+            ),
             (rank < 0, f"markov_rank {rank} must not be negative"),
             (rank == 0 and head != "none", f"head {head!r} needs markov_rank > 0 (or choose head: none)"),
             (rank > 0 and head == "none", f"head none needs markov_rank 0, not {rank}"),
             (
-                rank == 0 and self.enable_confidence_head and self.confidence_head_with_markov,
-                "confidence_with_markov needs a sequential head: set it to false, or markov_rank > 0",
-            ),
-            (not taps, "target_layer_ids is empty: tap at least one target layer"),
-            (list(taps) != sorted(set(taps)), f"target_layer_ids {list(taps)} must be strictly increasing"),
-            (
-                any(tap < -1 or tap >= self.num_target_layers for tap in taps),
-                f"target_layer_ids {list(taps)} must lie in -1..{self.num_target_layers - 2}",
-            ),
-            (
-                bool(taps) and max(taps) == self.num_target_layers - 1,
-                f"target_layer_ids {list(taps)} taps the last decoder layer {self.num_target_layers - 1}, which "
-                "libraries return before or after the final norm: tap an earlier one",
+                rank == 0 and self.enable_confidence_head and confidence,
+                "confidence_with_markov (confidence_head_with_markov) needs a sequential head: set it to false, or "
+                "markov_rank > 0",
             ),
             (
                 not 0 <= self.mask_token_id < self.vocab_size,
-                f"mask_token_id {self.mask_token_id} must lie below the target's vocabulary {self.vocab_size}",
+                f"mask_token_id {self.mask_token_id} must lie in 0..{self.vocab_size - 1}, the target's vocabulary",
             ),
             (
                 self.num_attention_heads % max(1, self.num_key_value_heads or 0) != 0,
@@ -115,9 +120,45 @@ class DSparkConfig(Qwen3Config):
                 "sample_from_anchor false is the anchor-conditioned layout, which predicts at the masks only: "
                 "this project's drafts predict from the anchor too",
             ),
-            (
-                partial not in (None, 1.0),
-                f"partial rotary embeddings (factor {partial}) are not carried by the draft's Qwen3 layers",
-            ),
-            (rope_type == "mrope", "multimodal rotary embeddings are not carried by the draft's layers"),
         ]
+        return [
+            *(text for wrong, text in rules if wrong),
+            *layer_id_problems("target_layer_ids", self.layer_ids, self.num_target_layers),
+            *rope_problems(self.rope_parameters),
+        ]
+
+
+def canonical_rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Rotary settings of full attention, with ``rope_type`` and ``rope_theta``; None where ``raw`` names no theta.
+
+    Newer configurations keep them in ``rope_parameters`` (per kind of layer, where these differ), older ones in
+    ``rope_theta`` and ``rope_scaling``.
+
+    Args:
+        raw: ``config.json`` of a draft or of a target's language model, of any age.
+    """
+    nested = raw.get("rope_parameters") or {}
+    nested = nested.get("full_attention", nested)
+    older = raw.get("rope_scaling") or {}
+    theta = nested.get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        return None
+    kind = nested.get("rope_type") or older.get("rope_type") or older.get("type") or "default"
+    settings = {**{key: value for key, value in older.items() if key != "type"}, **nested}
+    partial = raw.get("partial_rotary_factor")
+    if partial is not None:
+        settings.setdefault("partial_rotary_factor", partial)
+    return {**settings, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def rope_problems(rope: Mapping[str, Any] | None) -> list[str]:
+    """What the draft's Qwen3 layers cannot carry of canonical rotary settings."""
+    settings, problems = rope or {}, []
+    partial = settings.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        problems.append(
+            f"partial_rotary_factor {partial}: a draft's layers rotate whole heads, and would be another draft without"
+        )
+    if settings.get("rope_type") == "mrope":
+        problems.append("multimodal rotary embeddings are not carried by the draft's layers")
+    return problems

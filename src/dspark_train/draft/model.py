@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -292,9 +293,8 @@ class DSparkDraft(PreTrainedModel):
             UserError: names the folder, and the missing or unexpected tensors.
         """
         folder = Path(folder)
-        for name in ("config.json",):
-            if not (folder / name).is_file():
-                raise UserError(f"{folder} holds no draft: {name} is missing")
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder} holds no draft: config.json is missing")
         try:
             model, info = cls.from_pretrained(
                 folder, output_loading_info=True, local_files_only=True, use_safetensors=True, **kwargs
@@ -304,12 +304,21 @@ class DSparkDraft(PreTrainedModel):
             raise UserError(
                 f"the draft in {folder} cannot be read (truncated or foreign?): {first_line}"
             ) from error
-        except Exception as error:
-            if type(error).__name__ == "SafetensorError":
-                raise UserError(f"the weights in {folder} are damaged or truncated: {error}") from error
-            raise
+        except SafetensorError as error:
+            raise UserError(f"the weights in {folder} are damaged or truncated: {error}") from error
         wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys") if info[kind]}
         if wrong:
             text = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names)}" for kind, names in wrong.items())
             raise UserError(f"the draft in {folder} does not fit its config.json: {text}")
         return model
+
+
+def tensor_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a draft, its copies of the target's matrices included; nothing is allocated.
+
+    Raises:
+        UserError: the configuration cannot work.
+    """
+    with torch.device("meta"):
+        state = DSparkDraft(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name != "d2t"}

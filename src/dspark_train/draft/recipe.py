@@ -5,68 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dspark_train.draft.config import DSparkConfig, HeadType
+from dspark_train.draft.config import DSparkConfig, HeadType, canonical_rope
 from dspark_train.errors import UserError
 
 
 @dataclass
 class DraftRecipe:
-    """Shape of the draft; everything else follows the target.
-
-    Args:
-        num_layers: decoder layers of the backbone.
-        block_size: draft tokens per round (γ).
-        head: sequential head: ``vanilla`` (Markov), ``gated``, ``rnn``, or ``none`` for a purely parallel draft.
-        markov_rank: rank r of the sequential head; 0 exactly where ``head`` is ``none``.
-        confidence_head: predict whether each draft token will be accepted.
-        confidence_with_markov: let the confidence head see the previous token's Markov embedding.
-        vocab_size: tokens that the draft can propose, the most frequent ones of the training answers. Left out: all
-            of the target's.
-        vocab_coverage: share of the training answers' tokens that the draft's vocabulary must cover (in place of
-            ``vocab_size``); 1.0 keeps every token that occurs.
-        mask_token_id: token fed to the slots after the anchor. Left out: one that the target's text never holds.
-        intermediate_size: width of the feed-forward networks. Left out: the target's.
-        num_key_value_heads: heads of keys and values; more let a slot read more of the context. Left out: the target's.
-        init: ``random``; ``target_layers``: start the backbone's layers from copies of the target's own; or ``linear``:
-            start backbone and head from a linear prediction fitted to the training answers (for short runs).
-        head_start: start of the sequential head: ``random``, or ``bigrams``: the token pairs of the training answers.
-        norm_init: initial weight of the final norm; a small one makes the first logits near uniform.
-    """
+    """Shape of the draft; everything else follows the target."""
 
     num_layers: int = 5
+    """Decoder layers of the backbone."""
     block_size: int = 7
+    """Draft tokens per round (γ)."""
     head: HeadType = "vanilla"
+    """Sequential head: ``vanilla`` (Markov), ``gated``, ``rnn``, or ``none`` for a purely parallel draft."""
     markov_rank: int = 256
+    """Rank r of the sequential head; 0 exactly where ``head`` is ``none``."""
     confidence_head: bool = True
+    """Predict whether each draft token will be accepted."""
     confidence_with_markov: bool = True
+    """Let the confidence head see the previous token's Markov embedding."""
     vocab_size: int | None = None
+    """Tokens that the draft can propose, the most frequent ones of the training answers. Left out: all of the
+    target's."""
     vocab_coverage: float | None = None
+    """Share of the training answers' tokens that the draft's vocabulary must cover (in place of ``vocab_size``); 1.0
+    keeps every token that occurs."""
     mask_token_id: int | None = None
+    """Token fed to the slots after the anchor. Left out: one that the target's text never holds."""
     intermediate_size: int | None = None
+    """Width of the feed-forward networks. Left out: the target's."""
     num_key_value_heads: int | None = None
+    """Heads of keys and values; more let a slot read more of the context. Left out: the target's."""
     init: Literal["random", "target_layers", "linear"] = "random"
+    """``random``; ``target_layers``: start the backbone's layers from copies of the target's own; or ``linear``: start
+    backbone and head from a linear prediction fitted to the training answers (for short runs)."""
     head_start: Literal["random", "bigrams"] = "random"
+    """Start of the sequential head: ``random``, or ``bigrams``: the token pairs of the training answers."""
     norm_init: float = 1.0
-
-
-def rope_parameters(target: Any) -> dict[str, Any]:
-    """Rotary settings of the target's full attention, as the draft's layers use them.
-
-    Args:
-        target: the target's Hugging Face text config.
-
-    Raises:
-        UserError: rotary settings that the draft's Qwen3 layers cannot carry.
-    """
-    rope = dict(getattr(target, "rope_parameters", None) or {})
-    if "full_attention" in rope:
-        rope = dict(rope["full_attention"])
-    rope.setdefault("rope_type", "default")
-    if "rope_theta" not in rope:
-        raise UserError(
-            f"the target's config ({target.model_type}) names no rope_theta: its positions are not rotary"
-        )
-    return rope
+    """Initial weight of the final norm; a small one makes the first logits near uniform."""
 
 
 def build_config(
@@ -93,6 +70,11 @@ def build_config(
     Raises:
         UserError: names every combination that cannot work.
     """
+    rope = canonical_rope(target.to_dict())
+    if rope is None:
+        raise UserError(
+            f"the target's config ({target.model_type}) names no rope_theta: its positions are not rotary"
+        )
     heads = target.num_attention_heads
     mask = recipe.mask_token_id if recipe.mask_token_id is not None else mask_token_id
     config = DSparkConfig(
@@ -110,7 +92,7 @@ def build_config(
         or "silu",
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        rope_parameters=rope_parameters(target),
+        rope_parameters=rope,
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,

@@ -1,2 +1,1 @@
-"""Drafts in and out: the layouts of the serving engines, model cards, and a check against a running
-server."""
+"""Drafts in and out: the layouts of the serving engines, and a check against a running server."""

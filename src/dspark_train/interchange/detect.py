@@ -46,9 +46,8 @@ def detect(folder: Path) -> Layout:
     if ARCHITECTURE in names or "markov_rank" in config:
         return "native"
     raise UserError(
-        f"{folder}: architectures {names or 'missing'}; expected a DSpark draft (native, speculators or "
-        "SpecForge) "
-        "or a DFlash draft"
+        f"{folder}: architectures {names or 'missing'}; expected a DSpark draft (native, "
+        "speculators or SpecForge) or a DFlash draft"
     )
 
 

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config
-from dspark_train.interchange.native import TARGET_COPIES, layer_fields, native_config, read_weights
+from dspark_train.interchange.native import (
+    TARGET_COPIES,
+    layer_fields,
+    layer_numbers,
+    native_config,
+    read_weights,
+)
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -27,8 +33,6 @@ def nested_fields(raw: Mapping[str, Any], path: Path, notes: list[str]) -> dict[
     taps = nested.get("target_layer_ids", raw.get("target_layer_ids"))
     mask = nested.get("mask_token_id", raw.get("mask_token_id"))
     block = nested.get("block_size", raw.get("block_size"))
-    if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
-        raise UserError(f"{path}: target_layer_ids {taps!r}; expected a list of layer numbers")
     for name, value in (("mask_token_id", mask), ("block_size", block)):
         if not isinstance(value, int):
             raise UserError(f"{path}: {name} {value!r}; expected an integer")
@@ -38,7 +42,7 @@ def nested_fields(raw: Mapping[str, Any], path: Path, notes: list[str]) -> dict[
         )
     return {
         "block_size": block,
-        "target_layer_ids": taps,
+        "target_layer_ids": layer_numbers(taps, str(path), "target_layer_ids"),
         "mask_token_id": mask,
         "num_target_layers": raw.get("num_target_layers"),
         "num_anchors": raw.get("num_anchors", 512),
@@ -81,8 +85,7 @@ def to_dflash(checkpoint: DraftCheckpoint) -> tuple[dict[str, Any], dict[str, Te
     if config["markov_rank"]:
         raise UserError(
             f"format dflash holds no sequential head, and this draft has one ({config['markov_head_type']}, "
-            "rank "
-            f"{config['markov_rank']}); use native or speculators"
+            f"rank {config['markov_rank']}); use native or speculators"
         )
     if checkpoint.draft_token_ids is not None:
         raise UserError("format dflash holds no reduced vocabulary; use native or speculators")

@@ -10,6 +10,22 @@ from typing import Any, Literal
 
 Engine = Literal["vllm", "sglang"]
 
+ExportFormat = Literal["native", "speculators", "sglang", "dflash"]
+
+ENGINES: dict[ExportFormat, tuple[Engine, ...]] = {
+    "native": ("vllm", "sglang"),
+    "speculators": ("vllm",),
+    "sglang": ("sglang",),
+    "dflash": (),
+}
+"""Engines that each format is for."""
+
+DFLASH_WARNING = (
+    "vLLM 0.27 to 0.33 refuses sample_from_anchor in DFlash drafts, and z-lab's and SGLang's DFlash loaders "
+    "ignore it and would accept almost nothing: to serve this draft, export it as native"
+)
+"""Why no engine serves a DFlash export."""
+
 VERSIONS: dict[Engine, str] = {"vllm": "vLLM 0.27 to 0.33", "sglang": "SGLang 0.5.23"}
 """Engine versions whose loaders the rules below describe."""
 

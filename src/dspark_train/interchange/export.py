@@ -6,15 +6,23 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dspark_train.draft.config import canonical_rope
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import MAX_SHARD_BYTES, DraftCheckpoint, write_checkpoint
 from dspark_train.interchange.dflash import to_dflash
-from dspark_train.interchange.engines import Engine, problems, serving_commands
+from dspark_train.interchange.engines import (
+    DFLASH_WARNING,
+    ENGINES,
+    Engine,
+    ExportFormat,
+    problems,
+    serving_commands,
+)
 from dspark_train.interchange.folding import (
     add_empty_head,
     fold_embedding_scale,
@@ -26,7 +34,6 @@ from dspark_train.interchange.native import (
     LAYER_FIELDS,
     REQUIRED_FIELDS,
     expected_shapes,
-    rope_parameters,
     to_native,
 )
 from dspark_train.interchange.speculators import to_speculators
@@ -35,22 +42,6 @@ from dspark_train.interchange.verify import ReadBack, verify_folder
 if TYPE_CHECKING:
     from dspark_train.draft.model import DSparkDraft
     from dspark_train.target.frozen import FrozenTarget
-
-ExportFormat = Literal["native", "speculators", "sglang", "dflash"]
-
-ENGINES: dict[ExportFormat, tuple[Engine, ...]] = {
-    "native": ("vllm", "sglang"),
-    "speculators": ("vllm",),
-    "sglang": ("sglang",),
-    "dflash": (),
-}
-"""Engines that each format is for."""
-
-DFLASH_WARNING = (
-    "vLLM 0.27 to 0.33 refuses sample_from_anchor in DFlash drafts, and z-lab's and SGLang's DFlash loaders "
-    "ignore it and would accept almost nothing: to serve this draft, export it as native"
-)
-"""Why no engine serves a DFlash export."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,7 @@ def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype)
     config["num_target_layers"] = source["num_target_layers"]
     config["draft_vocab_size"] = source.get("draft_vocab_size")
     config["layer_types"] = ["full_attention"] * source["num_hidden_layers"]
-    config["rope_parameters"] = rope_parameters(source)
+    config["rope_parameters"] = canonical_rope(source)
     state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items() if name != "d2t"}
     token_ids = draft.draft_token_ids
     token_ids = None if token_ids is None else token_ids.cpu()
@@ -137,7 +128,7 @@ def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype)
     return DraftCheckpoint(config, tensors, token_ids)
 
 
-def adapt(
+def rewrite(
     checkpoint: DraftCheckpoint, target: TargetWeights, layout: ExportFormat, temperature: float | None
 ) -> tuple[DraftCheckpoint, dict[Engine, list[str]]]:
     """Rewrite a draft for a layout's engines, and find what they cannot do.
@@ -162,8 +153,7 @@ def adapt(
         if reasons:
             raise UserError(
                 f"format {layout}: {'; '.join(reasons)}. Nothing was written; format native is read back by "
-                "this "
-                "project whatever the engines say"
+                "this project whatever the engines say"
             )
     return checkpoint, found
 
@@ -196,7 +186,7 @@ def export_draft(
         UserError: the layout cannot hold the draft, its engine cannot serve it, or reading back fails.
     """
     dtype = dtype or target.head.dtype
-    checkpoint, found = adapt(checkpoint_of(draft, target, dtype), target, layout, temperature)
+    checkpoint, found = rewrite(checkpoint_of(draft, target, dtype), target, layout, temperature)
     if layout == "dflash":
         config, tensors = to_dflash(checkpoint)
     elif layout == "speculators":

@@ -1,5 +1,4 @@
-"""Takes drafts made elsewhere: checks them against the target, completes them, or starts training from
-them."""
+"""Takes drafts made elsewhere: checks them against their target, completes them, or starts training from them."""
 
 from __future__ import annotations
 
@@ -12,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dspark_train.draft.config import canonical_rope
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config, write_checkpoint
 from dspark_train.interchange.detect import Layout, detect, read_draft
 from dspark_train.interchange.export import replace_folder
-from dspark_train.interchange.native import rope_parameters, to_native
+from dspark_train.interchange.native import to_native
 from dspark_train.interchange.verify import ReadBack, verify_folder
+from dspark_train.target.config import layer_id_problems
 
 if TYPE_CHECKING:
     from dspark_train.draft.config import DSparkConfig
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from dspark_train.target.frozen import FrozenTarget
 
 COPY_TOLERANCE = 1e-2
-"""Largest difference between a folder's copy of a target matrix and the target's own that rounding
-explains."""
+"""Largest difference, by rounding, between a folder's copy of a target matrix and the target's own."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,10 @@ def fit_to_target(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str
         notes.append(f"filled in num_target_layers {target.num_layers} from the target")
     elif config["num_target_layers"] != target.num_layers:
         wrong.append(f"num_target_layers {config['num_target_layers']} (the target has {target.num_layers})")
-    taps = config["target_layer_ids"]
-    if taps[-1] > target.num_layers - 2:
-        wrong.append(f"target_layer_ids {taps} (taps of this target lie in -1..{target.num_layers - 2})")
+    wrong += layer_id_problems("target_layer_ids", config["target_layer_ids"], target.num_layers)
     if wrong:
         raise UserError(f"the draft was not made for {target.name}: {'; '.join(wrong)}")
-    own = _full_attention_rope(target)
+    own = canonical_rope(target.config.to_dict())
     if config["rope_parameters"] is None:
         config["rope_parameters"] = own
         notes.append(f"filled in the rope settings from the target: {own}")
@@ -93,15 +91,6 @@ def fit_to_target(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str
     config["embedding_scale"] = target.embedding_scale
     config["final_logit_softcapping"] = target.logit_softcap
     return notes
-
-
-def _full_attention_rope(target: FrozenTarget) -> dict[str, Any] | None:
-    """Rope settings of the target's full-attention layers, in canonical form."""
-    raw = target.config.to_dict()
-    nested = raw.get("rope_parameters") or {}
-    if "full_attention" in nested:
-        raw = {**raw, "rope_parameters": nested["full_attention"]}
-    return rope_parameters(raw)
 
 
 def complete(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str]:
@@ -126,8 +115,8 @@ def complete(checkpoint: DraftCheckpoint, target: FrozenTarget) -> list[str]:
             if not gap <= COPY_TOLERANCE * max(scale, 1e-6):
                 raise UserError(
                     f"{name} of the draft differs from the target's by up to {gap:.3g} (largest entry "
-                    f"{scale:.3g}); "
-                    f"it was made for another model than {target.name}, or trained with a matrix of its own"
+                    f"{scale:.3g}); it was made for another model than {target.name}, or trained with a matrix "
+                    "of its own"
                 )
             if gap:
                 notes.append(
@@ -171,8 +160,7 @@ def import_folder(
     if not checkpoint.config["sample_from_anchor"]:
         notes.append(
             "its slots predict their own positions (sample_from_anchor false): decoding refuses it; train "
-            "from it "
-            f"with fit --model.init_from {folder}"
+            f"from it with fit --model.init_from {folder}"
         )
         replace_folder(aside, folder)
         return ImportResult(layout, folder, notes)
@@ -273,15 +261,14 @@ def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> 
     ]
     if not config["sample_from_anchor"]:
         notes.append("its slots predicted their own positions, and learn to predict the next ones")
-    theirs, ours = config["rope_parameters"], rope_parameters(own.to_dict())
+    theirs, ours = config["rope_parameters"], canonical_rope(own.to_dict())
     if theirs is not None and theirs != ours:
         notes.append(f"the rope settings were {theirs}, are {ours}")
     return notes
 
 
 def _head_rows(checkpoint: DraftCheckpoint, draft: DSparkDraft) -> dict[str, Tensor]:
-    """W2 of the source with the rows of the new draft's vocabulary: copied by target id, 0 where it has
-    none."""
+    """W2 of the source with the rows of the new draft's vocabulary, 0 where the source has none."""
     name = "markov_head.markov_w2.weight"
     theirs = checkpoint.tensors.get(name)
     if theirs is None or draft.markov_head is None:

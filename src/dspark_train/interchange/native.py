@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark_train.draft.config import DSparkConfig, canonical_rope, rope_problems
+from dspark_train.draft.model import tensor_shapes
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import (
     DraftCheckpoint,
@@ -58,6 +60,18 @@ REQUIRED_FIELDS = (
 )
 """Fields without which no layout can be read."""
 
+SHAPE_FIELDS = (
+    "block_size",
+    "target_layer_ids",
+    "num_target_layers",
+    "mask_token_id",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+"""DSpark fields that decide shapes, or that the rules for drafts are about."""
+
 DSPARK_DEFAULTS: dict[str, Any] = {
     "num_anchors": 512,
     "enable_confidence_head": False,
@@ -101,54 +115,40 @@ def layer_fields(raw: Mapping[str, Any], where: str, notes: list[str]) -> dict[s
         raise UserError(f"{where}: layer_types {types!r}; only full_attention drafts are supported")
     if raw.get("use_sliding_window"):
         raise UserError(f"{where}: use_sliding_window is set; only full_attention drafts are supported")
-    partial = _rope_settings(raw, where).get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
-        raise UserError(
-            f"{where}: partial_rotary_factor {partial}; a draft's layers rotate whole heads, and without it the "
-            "draft would be another one"
-        )
+    check_rope_types(raw, where)
     fields["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
-    fields["rope_parameters"] = rope_parameters(raw)
+    fields["rope_parameters"] = canonical_rope(raw)
     return fields
 
 
-def _rope_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return all rope settings of a stranger's configuration, after checking what they are made of."""
-    settings: dict[str, Any] = {}
+def check_rope_types(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse rope settings of a stranger's configuration that are not made of what they should be.
+
+    Raises:
+        UserError: names the field and its value.
+    """
+    settings: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
     for name in ("rope_scaling", "rope_parameters"):
         value = raw.get(name) or {}
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not isinstance(value.get("full_attention", {}), dict):
             raise UserError(f"{where}: {name} {value!r}; expected an object")
-        settings |= value
-    settings = {"partial_rotary_factor": raw.get("partial_rotary_factor"), **settings}
-    theta = settings.get("rope_theta", raw.get("rope_theta"))
+        settings |= value.get("full_attention", value)
+    theta = settings["rope_theta"]
     number = isinstance(theta, int | float) and not isinstance(theta, bool)
     if theta is not None and not (number and 0 < theta < math.inf):
         raise UserError(f"{where}: rope_theta {theta!r}; expected a positive number")
-    return settings
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return rope settings as one dictionary with ``rope_type`` and ``rope_theta``; None where ``raw`` has
-    none.
-
-    Newer configurations keep them in ``rope_parameters``, older ones in ``rope_theta`` and ``rope_scaling``.
-    """
-    nested = raw.get("rope_parameters") or {}
-    older = raw.get("rope_scaling") or {}
-    theta = nested.get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        return None
-    kind = nested.get("rope_type") or older.get("rope_type") or older.get("type") or "default"
-    settings = {**{key: value for key, value in older.items() if key != "type"}, **nested}
-    partial = raw.get("partial_rotary_factor")
-    if partial is not None:
-        settings.setdefault("partial_rotary_factor", partial)
-    return {**settings, "rope_type": kind, "rope_theta": float(theta)}
+def layer_numbers(value: Any, where: str, name: str) -> list[int]:
+    """Return a stranger's list of tapped layers, after checking what it is made of."""
+    integers = isinstance(value, list) and all(type(tap) is int for tap in value)
+    if not integers or not 0 < len(value) <= MAX_LAYERS:
+        raise UserError(f"{where}: {name} {value!r}; expected a list of layer numbers")
+    return list(value)
 
 
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -156,52 +156,28 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
     ``lm_head.weight`` and ``markov_head.markov_w2.weight`` have U rows, ``markov_head.markov_w1.weight`` and
     ``embed_tokens.weight`` V.
+
+    Raises:
+        UserError: sizes whose product no computer can count.
     """
-    d, taps, inter = config["hidden_size"], len(config["target_layer_ids"]), config["intermediate_size"]
-    h, rank, vocabulary = config["head_dim"], config["markov_rank"], config["vocab_size"]
-    queries, keys = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
-    reduced = config.get("draft_vocab_size") or vocabulary
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (vocabulary, d),
-        "lm_head.weight": (reduced, d),
-        "fc.weight": (d, taps * d),
-        "hidden_norm.weight": (d,),
-        "norm.weight": (d,),
-    }
-    layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (queries, d),
-        "self_attn.k_proj.weight": (keys, d),
-        "self_attn.v_proj.weight": (keys, d),
-        "self_attn.o_proj.weight": (d, queries),
-        "self_attn.q_norm.weight": (h,),
-        "self_attn.k_norm.weight": (h,),
-        "mlp.gate_proj.weight": (inter, d),
-        "mlp.up_proj.weight": (inter, d),
-        "mlp.down_proj.weight": (d, inter),
-        "input_layernorm.weight": (d,),
-        "post_attention_layernorm.weight": (d,),
-    }
-    if config["attention_bias"]:
-        layer |= {
-            f"self_attn.{name}_proj.bias": (size,)
-            for name, size in zip("qkvo", (queries, keys, keys, d), strict=True)
-        }
-    for index in range(config["num_hidden_layers"]):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    if rank:
-        shapes["markov_head.markov_w1.weight"] = (vocabulary, rank)
-        shapes["markov_head.markov_w2.weight"] = (reduced, rank)
-    if config["markov_head_type"] == "gated":
-        shapes |= {"markov_head.gate_proj.weight": (rank, d + rank), "markov_head.gate_proj.bias": (rank,)}
-    if config["markov_head_type"] == "rnn":
-        shapes |= {
-            "markov_head.joint_proj.weight": (3 * rank, 2 * rank + d),
-            "markov_head.joint_proj.bias": (3 * rank,),
-        }
-    if config["enable_confidence_head"]:
-        width = d + (rank if config["confidence_head_with_markov"] else 0)
-        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
-    return shapes
+    try:
+        return tensor_shapes(shape_config(config))
+    except RuntimeError as error:
+        raise UserError(f"the draft's sizes are too large: {str(error).splitlines()[0]}") from error
+
+
+def shape_config(config: Mapping[str, Any]) -> DSparkConfig:
+    """The fields of a canonical configuration that decide shapes, or that the rules for drafts are about.
+
+    Slot layout and rotary settings are not among them: drafts that predict at their masks are read too.
+    """
+    return DSparkConfig(
+        **{name: config[name] for name in (*REQUIRED_FIELDS, "head_dim", *SHAPE_FIELDS)},
+        attention_bias=bool(config["attention_bias"]),
+        draft_vocab_size=config.get("draft_vocab_size"),
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
@@ -210,33 +186,24 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
     Raises:
         UserError: names every offending field and its value.
     """
-    rank, taps, vocabulary = config["markov_rank"], config["target_layer_ids"], config["vocab_size"]
-    tap_list = isinstance(taps, list) and all(
-        isinstance(tap, int) and not isinstance(tap, bool) for tap in taps
-    )
-    rules = {
-        f"head_dim {config['head_dim']!r} is no positive integer": not _is_size(config["head_dim"]),
+    where, rank, reduced = folder / "config.json", config["markov_rank"], config.get("draft_vocab_size")
+    layer_numbers(config["target_layer_ids"], str(where), "target_layer_ids")
+    types = {
+        f"head_dim {config['head_dim']!r} is no positive integer": _is_size(config["head_dim"]),
         f"block_size {config['block_size']!r} is not in 1..{MAX_LAYERS}": (
-            not _is_size(config["block_size"]) or config["block_size"] > MAX_LAYERS
+            _is_size(config["block_size"]) and config["block_size"] <= MAX_LAYERS
         ),
-        f"markov_rank {rank!r} is no integer ≥ 0": not _is_size(rank)
-        and (rank != 0 or isinstance(rank, bool)),
-        f"target_layer_ids {taps!r} is no strictly increasing list of integers ≥ -1": (
-            not tap_list or not taps or len(taps) > MAX_LAYERS or taps != sorted(set(taps)) or taps[0] < -1
+        f"markov_rank {rank!r} is no integer": type(rank) is int,
+        f"mask_token_id {config['mask_token_id']!r} is no integer": type(config["mask_token_id"]) is int,
+        f"num_target_layers {config['num_target_layers']!r} is no positive integer": (
+            config["num_target_layers"] is None or _is_size(config["num_target_layers"])
         ),
-        f"mask_token_id {config['mask_token_id']!r} is not in 0..{vocabulary - 1}": (
-            not isinstance(config["mask_token_id"], int) or not 0 <= config["mask_token_id"] < vocabulary
-        ),
-        f"confidence_head_with_markov needs markov_rank > 0, not {rank!r}": bool(
-            config["enable_confidence_head"] and config["confidence_head_with_markov"] and not rank
-        ),
-        f"num_attention_heads {config['num_attention_heads']} is no multiple of num_key_value_heads": (
-            config["num_attention_heads"] % config["num_key_value_heads"] != 0
-        ),
+        f"draft_vocab_size {reduced!r} is no integer": reduced is None or type(reduced) is int,
     }
-    problems = [text for text, wrong in rules.items() if wrong]
+    problems = [text for text, right in types.items() if not right]
+    problems = problems or [*shape_config(config).problems(), *rope_problems(config["rope_parameters"])]
     if problems:
-        raise UserError(f"{folder / 'config.json'}: {'; '.join(problems)}")
+        raise UserError(f"{where}: {'; '.join(problems)}")
 
 
 def check_specs(
@@ -286,8 +253,11 @@ def read_weights(folder: Path, config: dict[str, Any], notes: list[str]) -> Draf
 
 
 def token_ids_of(folder: Path, offsets: Tensor | None, reduced: int, vocabulary: int) -> Tensor:
-    """Return target ids ``[U]`` from offsets ``[U]``: ascending, distinct, below V; anything else is
-    refused."""
+    """Return target ids ``[U]`` (ascending, distinct, below V) from offsets ``[U]``.
+
+    Raises:
+        UserError: the offsets are missing, or give other ids.
+    """
     if offsets is None:
         raise UserError(
             f"{folder}: draft_vocab_size {reduced} is below vocab_size {vocabulary}, but d2t is missing"
@@ -329,9 +299,7 @@ def reduced_vocabulary(raw: Mapping[str, Any], vocabulary: int, where: str) -> i
     reduced = raw.get("draft_vocab_size")
     if reduced is None or reduced == vocabulary:
         return None
-    if not _is_size(reduced) or reduced > vocabulary:
-        raise UserError(f"{where}: draft_vocab_size {reduced!r} is not in 1..{vocabulary}")
-    return int(reduced)
+    return reduced
 
 
 def head_type(value: Any, rank: int, where: str, notes: list[str]) -> str:
@@ -341,9 +309,7 @@ def head_type(value: Any, rank: int, where: str, notes: list[str]) -> str:
     if value is None:
         notes.append("markov_head_type is missing and counts as vanilla")
         return "vanilla"
-    if value not in ("vanilla", "gated", "rnn"):
-        raise UserError(f"{where}: markov_head_type {value!r}; expected vanilla, gated or rnn")
-    return str(value)
+    return value if isinstance(value, str) else repr(value)
 
 
 def native_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dspark_train.errors import UserError
 
 
 @dataclass(frozen=True)
-class Proposal:
+class GreedyBlock:
     """One greedy round of a draft."""
 
     hidden: Tensor
@@ -106,7 +106,7 @@ class PlainDraft:
             raise UserError(f"{name} is neither in the folder nor given from the target")
         return fallback.float()
 
-    def propose(self, features: Tensor, anchor_token: int, anchor_position: int) -> Proposal:
+    def propose(self, features: Tensor, anchor_token: int, anchor_position: int) -> GreedyBlock:
         """Draft one block greedily.
 
         Args:
@@ -140,7 +140,7 @@ class PlainDraft:
         gate = self.activation(self._linear(normed, prefix + "mlp.gate_proj"))
         return x + self._linear(gate * self._linear(normed, prefix + "mlp.up_proj"), prefix + "mlp.down_proj")
 
-    def _walk(self, hidden: Tensor, anchor_token: int) -> Proposal:
+    def _walk(self, hidden: Tensor, anchor_token: int) -> GreedyBlock:
         """Walk the slots ``[γ, d]`` left to right through the sequential and confidence heads."""
         base = hidden @ self.head.T
         if self.cap:
@@ -158,7 +158,7 @@ class PlainDraft:
             tokens.append(previous)
             rows.append(torch.full((self.vocabulary,), -math.inf).index_copy(0, self.targets, base[slot]))
         confidence = torch.cat(confidences) if confidences else None
-        return Proposal(hidden, torch.stack(rows), torch.tensor(tokens), confidence)
+        return GreedyBlock(hidden, torch.stack(rows), torch.tensor(tokens), confidence)
 
     def _latent(
         self, hidden: Tensor, previous: int, state: Tensor

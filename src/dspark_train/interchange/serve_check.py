@@ -12,12 +12,13 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
 
 from dspark_train.errors import UserError
+from dspark_train.interchange.engines import Engine
 from dspark_train.report.redaction import LEFT_OUT, redact
 from dspark_train.structures import DecodingTrace
 
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
     from dspark_train.draft.model import DSparkDraft
     from dspark_train.target.frozen import FrozenTarget
 
-EngineName = Literal["vllm", "sglang"]
-
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>[^\s#]+)")
 """One line of a metrics page in Prometheus's text form."""
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptedRounds:
     """What was accepted over a number of rounds."""
 
     rounds: int
@@ -40,11 +39,10 @@ class Acceptance:
     accepted_length: float
     """Tokens per round, the target's own included: 1 + accepted / rounds."""
     acceptance: tuple[float, ...]
-    """``[γ]``: share of rounds that accepted the prefix up to each position; empty where the server hides
-    it."""
+    """``[γ]``: share of rounds that accepted the prefix up to each position; empty where it is not told."""
 
     @classmethod
-    def of_trace(cls, trace: DecodingTrace) -> Acceptance:
+    def of_trace(cls, trace: DecodingTrace) -> AcceptedRounds:
         """Of this project's decoder."""
         rounds = int(trace.accepted.numel())
         per_position = trace.prefix_accepted.double().mean(0)
@@ -52,7 +50,7 @@ class Acceptance:
         return cls(rounds, 1.0 + mean, tuple(per_position.tolist()))
 
     @classmethod
-    def of_counts(cls, rounds: float, accepted: float, per_position: Sequence[float]) -> Acceptance:
+    def of_counts(cls, rounds: float, accepted: float, per_position: Sequence[float]) -> AcceptedRounds:
         """Of counters."""
         if rounds <= 0:
             raise UserError(
@@ -66,20 +64,20 @@ class Acceptance:
 class Served:
     """Answers of a server, and what it accepted on the way."""
 
-    engine: EngineName
+    engine: Engine
     version: str
     completions: list[list[int]] = field(default_factory=list)
     """Token ids of each completion."""
-    acceptance: Acceptance | None = None
+    acceptance: AcceptedRounds | None = None
     """None for a server that runs without a draft."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ServedComparison:
     """A server beside this project's decoder, on the same prompts."""
 
     served: Served
-    own: Acceptance
+    own: AcceptedRounds
     prompts: int
     identical: int
     """Completions equal, token for token."""
@@ -133,22 +131,17 @@ class Server:
         Raises:
             UserError: the server cannot be reached, or refuses.
         """
+        method, url = "GET" if body is None else "POST", self.root + path
         try:
             answer = httpx.request(
-                "GET" if body is None else "POST",
-                self.root + path,
-                json=body,
-                headers=self.headers,
-                timeout=self.timeout,
-                follow_redirects=True,
+                method, url, json=body, headers=self.headers, timeout=self.timeout, follow_redirects=True
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"{self.root}{path}: no answer ({str(error) or type(error).__name__}); is the server running?"
-            ) from error
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{url}: no answer ({reason}); is the server running?") from error
         if answer.is_error:
-            detail = self._without_key(answer.text[:500].strip())
-            raise UserError(f"{self.root}{path}: the server answers {answer.status_code}: {detail}")
+            detail = self._without_key(answer.text).strip()[:500]
+            raise UserError(f"{url}: the server answers {answer.status_code}: {detail}")
         return answer.text
 
     def _without_key(self, text: str) -> str:
@@ -172,7 +165,7 @@ class Server:
             raise UserError(f"{self.root}/v1/models: the server names no model")
         return str(models[0]["id"])
 
-    def engine(self) -> EngineName:
+    def engine(self) -> Engine:
         """Which engine answers, from the names on its metrics page."""
         page = self.request("/metrics")
         for name in ("vllm", "sglang"):
@@ -236,7 +229,7 @@ def _ask_vllm(server: Server, prompts: Sequence[Sequence[int]], limit: int, igno
         positions = sorted(
             (name for name in gained if name.startswith("position_")), key=lambda n: int(n[9:])
         )
-        served.acceptance = Acceptance.of_counts(
+        served.acceptance = AcceptedRounds.of_counts(
             gained["drafts"], gained["accepted_tokens"], [gained[name] for name in positions]
         )
     return served
@@ -260,10 +253,10 @@ def _ask_sglang(server: Server, prompts: Sequence[Sequence[int]], limit: int, ig
     if sum(histogram):
         accepted = sum(index * count for index, count in enumerate(histogram))
         prefix = [sum(histogram[position:]) for position in range(1, len(histogram))]
-        served.acceptance = Acceptance.of_counts(sum(histogram), accepted, prefix)
+        served.acceptance = AcceptedRounds.of_counts(sum(histogram), accepted, prefix)
     else:
         produced = sum(len(tokens) - 1 for tokens in served.completions)
-        served.acceptance = Acceptance(rounds, produced / rounds, ())
+        served.acceptance = AcceptedRounds(rounds, produced / rounds, ())
     return served
 
 
@@ -277,7 +270,7 @@ def _version(server: Server, path: str, key: str) -> str:
 
 def compare(
     served: Served, tokens: Sequence[Sequence[int]], trace: DecodingTrace, plain: Served | None = None
-) -> Comparison:
+) -> ServedComparison:
     """Put a server's answers beside this project's.
 
     Args:
@@ -290,10 +283,10 @@ def compare(
     same = None
     if plain is not None:
         same = sum(a == b for a, b in zip(served.completions, plain.completions, strict=True))
-    return Comparison(served, Acceptance.of_trace(trace), len(tokens), identical, same)
+    return ServedComparison(served, AcceptedRounds.of_trace(trace), len(tokens), identical, same)
 
 
-def side_by_side(comparison: Comparison) -> list[str]:
+def side_by_side(comparison: ServedComparison) -> list[str]:
     """Return the comparison as lines of a table, for the terminal and for Markdown."""
     served, own, theirs = comparison.served, comparison.own, comparison.served.acceptance
     lines = [f"| | {served.engine} {served.version} | this project |", "|---|---|---|"]
@@ -333,7 +326,7 @@ def own_rounds(
     return [tokens[:max_new_tokens] for tokens in result.tokens], select_rounds(trace, begun < max_new_tokens)
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: ServedComparison) -> dict[str, Any]:
     """Return the comparison as plain values."""
     served = comparison.served
     theirs = served.acceptance

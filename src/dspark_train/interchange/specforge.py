@@ -1,5 +1,4 @@
-"""SpecForge's raw DSpark export: the DSpark fields nested in ``dflash_config``, no embedding and no LM
-head."""
+"""SpecForge's raw DSpark export: fields nested in ``dflash_config``, no embedding and no LM head."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from dspark_train.interchange.native import (
     dtype_name,
     head_type,
     layer_fields,
+    layer_numbers,
     read_weights,
     reduced_vocabulary,
 )
@@ -43,9 +44,8 @@ def read_speculators(folder: Path) -> DraftCheckpoint:
     if not isinstance(layer, dict):
         raise UserError(f"{path}: transformer_layer_config is missing; not a speculators draft")
     config = layer_fields(layer, f"{path}: transformer_layer_config", notes)
-    taps = raw.get("aux_hidden_state_layer_ids")
-    if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
-        raise UserError(f"{path}: aux_hidden_state_layer_ids {taps!r}; expected a list of layer numbers")
+    name = "aux_hidden_state_layer_ids"
+    taps = layer_numbers(raw.get(name), str(path), name)
     width = raw.get("target_hidden_size") or config["hidden_size"]
     if width != config["hidden_size"]:
         raise UserError(
@@ -84,8 +84,7 @@ def read_speculators(folder: Path) -> DraftCheckpoint:
 
 
 def _slot_layout(raw: Mapping[str, Any], algorithm: str, notes: list[str]) -> bool:
-    """Whether the anchor's slot predicts. Readers disagree on what a missing key means, so it is said
-    aloud."""
+    """Whether the anchor's slot predicts; a note says so where the key is missing: readers disagree on it."""
     stated = raw.get("sample_from_anchor")
     if stated is not None:
         return bool(stated)

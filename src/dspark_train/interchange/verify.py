@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.errors import UserError
-from dspark_train.interchange.readback import PlainDraft, Proposal
+from dspark_train.interchange.readback import GreedyBlock, PlainDraft
 from dspark_train.structures import Blocks
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ PROBES = 4
 CONTEXT = 24
 """Context positions of the longest probe."""
 TOLERANCE = 1e-3
-"""Largest difference of logits and confidence logits in float32, relative to the largest logit (at least
-1)."""
+"""Largest float32 difference of logits and confidence logits, relative to the largest logit (at least 1)."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def verify_folder(
 def rounded(
     draft: DSparkDraft, embedding: Tensor, head: Tensor, dtype: torch.dtype, temperature: float = 1.0
 ) -> DSparkDraft:
-    """Return a float32 CPU copy of ``draft`` with every weight rounded to ``dtype``, its temperature folded
-    in."""
+    """Return a float32 CPU copy of ``draft``, weights rounded to ``dtype``, the temperature folded in."""
     from dspark_train.draft.model import BorrowedVocabulary
 
     borrowed = draft.borrowed
@@ -105,10 +103,9 @@ def rounded(
 
 @torch.no_grad()
 def _teacher_forced(
-    draft: DSparkDraft, features: Tensor, anchors: Tensor, tokens: Tensor, proposals: list[Proposal]
+    draft: DSparkDraft, features: Tensor, anchors: Tensor, tokens: Tensor, proposals: list[GreedyBlock]
 ) -> tuple[Tensor, Tensor | None]:
-    """The draft's logits ``[N, γ, U]`` and confidence logits ``[N, γ]`` along the proposed
-    tokens."""
+    """The draft's logits ``[N, γ, U]`` and confidence logits ``[N, γ]`` along the proposed tokens."""
     proposed = torch.stack([proposal.tokens for proposal in proposals])
     slots = torch.full_like(proposed, draft.config.mask_token_id)
     slots[:, 0] = tokens
@@ -125,7 +122,7 @@ def _teacher_forced(
 
 
 def _compare(
-    folder: Path, draft: DSparkDraft, logits: Tensor, confidence: Tensor | None, proposals: list[Proposal]
+    folder: Path, draft: DSparkDraft, logits: Tensor, confidence: Tensor | None, proposals: list[GreedyBlock]
 ) -> ReadBack:
     read = torch.stack([proposal.logits for proposal in proposals])
     ids = draft.draft_token_ids

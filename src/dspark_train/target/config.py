@@ -11,32 +11,29 @@ from dspark_train.errors import UserError
 
 @dataclass
 class TargetConfig:
-    """The frozen target model.
-
-    Args:
-        name_or_path: a local folder, a Hugging Face hub id, or ``smollm2-135m-instruct`` (the embedded default, from
-            the package registry).
-        layer_ids: tapped layers, strictly increasing; ``k >= 0`` is the output of decoder layer k, -1 the
-            embeddings. Left out: five, spread evenly.
-        dtype: of the weights. ``auto`` is bfloat16 where the hardware computes in it, else float32.
-        device: where it runs; ``auto`` follows the trainer.
-        revision: commit or tag on the hub.
-        gguf_file: name of a GGUF file inside ``name_or_path``.
-        trust_remote_code: run Python code that comes with the checkpoint. Only for sources that you trust.
-        attention: attention implementation of the target, as Hugging Face names them.
-        sharding: ``none`` keeps a whole copy on every rank; ``zero3`` shards the layers over the ranks, each of which
-            gathers a layer while it runs: for targets larger than one GPU.
-    """
+    """The frozen target model."""
 
     name_or_path: str = "smollm2-135m-instruct"
+    """A local folder, a Hugging Face hub id, or ``smollm2-135m-instruct`` (the embedded default, from the package
+    registry)."""
     layer_ids: list[int] | None = None
+    """Tapped layers, strictly increasing; ``k >= 0`` is the output of decoder layer k, -1 the embeddings. Left out:
+    five, spread evenly."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the weights. ``auto`` is bfloat16 where the hardware computes in it, else float32."""
     device: str = "auto"
+    """Where it runs; ``auto`` follows the trainer."""
     revision: str | None = None
+    """Commit or tag on the hub."""
     gguf_file: str | None = None
+    """Name of a GGUF file inside ``name_or_path``."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint. Only for sources that you trust."""
     attention: str = "sdpa"
+    """Attention implementation of the target, as Hugging Face names them."""
     sharding: Literal["none", "zero3"] = "none"
+    """``none`` keeps a whole copy on every rank; ``zero3`` shards the layers over the ranks, each of which gathers a
+    layer while it runs: for targets larger than one GPU."""
 
 
 def spread_layer_ids(num_layers: int, count: int = 5) -> list[int]:
@@ -55,27 +52,62 @@ def spread_layer_ids(num_layers: int, count: int = 5) -> list[int]:
     return sorted(set(spread))
 
 
+def layer_id_problems(name: str, layer_ids: Sequence[int], num_layers: int | None) -> list[str]:
+    """What is wrong with a list of taps: empty, out of order, out of range, or on the last decoder layer.
+
+    Args:
+        name: of the field, for the messages.
+        layer_ids: tapped layers.
+        num_layers: decoder layers of the target; None where they are not known.
+    """
+    ids = list(layer_ids)
+    if not ids or ids != sorted(set(ids)):
+        return [f"{name} {ids} must be a non-empty, strictly increasing list"]
+    if num_layers is not None and ids[-1] == num_layers - 1:
+        return [
+            f"{name} {ids} taps the last decoder layer ({ids[-1]} of {num_layers}): libraries disagree on "
+            f"whether it comes before or after the final norm; tap at most layer {num_layers - 2}"
+        ]
+    if num_layers is not None and (ids[0] < -1 or ids[-1] > num_layers - 2):
+        return [f"{name} {ids} must lie in -1..{num_layers - 2} for a target of {num_layers} layers"]
+    if ids[0] < -1:
+        return [f"{name} {ids} must not go below -1, the embeddings"]
+    return []
+
+
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Refuse taps that are out of range, out of order, or on the last decoder layer.
+    """Refuse taps that cannot be used.
 
     Raises:
         UserError: names the value and what is allowed.
     """
-    ids = list(layer_ids)
-    if not ids or ids != sorted(set(ids)):
-        raise UserError(f"target.layer_ids {ids} must be a non-empty, strictly increasing list")
-    if ids[-1] == num_layers - 1:
-        raise UserError(
-            f"target.layer_ids {ids} taps the last decoder layer ({ids[-1]} of {num_layers}): libraries disagree on "
-            f"whether it comes before or after the final norm; tap at most layer {num_layers - 2}"
-        )
-    if ids[0] < -1 or ids[-1] > num_layers - 2:
-        raise UserError(
-            f"target.layer_ids {ids} must lie in -1..{num_layers - 2} for a target of {num_layers} layers"
-        )
-    return tuple(ids)
+    for problem in layer_id_problems("target.layer_ids", layer_ids, num_layers):
+        raise UserError(problem)
+    return tuple(layer_ids)
 
 
 def text_config(config: Any) -> Any:
     """Config of the language model inside a (possibly multimodal) Hugging Face config."""
     return config.get_text_config()
+
+
+def language_model(model: Any) -> Any:
+    """The decoder (embeddings, layers, final norm) inside a Hugging Face causal language model."""
+    decoder = model.get_decoder()
+    return getattr(decoder, "language_model", decoder)
+
+
+def load_tokenizer(path: str, config: TargetConfig, **options: Any) -> Any:
+    """Tokenizer of the target at ``path``, a folder or hub id; None where it has none that can be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, **hub_options(config), **options)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError):
+        return None
+
+
+def hub_options(config: TargetConfig) -> dict[str, Any]:
+    """What every ``from_pretrained`` of this target is told."""
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return options | ({"gguf_file": config.gguf_file} if config.gguf_file else {})

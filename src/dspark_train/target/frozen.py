@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from dspark_train.errors import UserError
 from dspark_train.machine import DTYPES, Choice, LayerShape, fastest, layer_pass, tune
 from dspark_train.structures import TargetStates
-from dspark_train.target.config import TargetConfig, check_layer_ids, spread_layer_ids, text_config
+from dspark_train.target.config import (
+    TargetConfig,
+    check_layer_ids,
+    hub_options,
+    language_model,
+    load_tokenizer,
+    spread_layer_ids,
+    text_config,
+)
 from dspark_train.target.embedded import NAME, embedded_target
 from dspark_train.target.packed import ROWS, packed_linears, packed_or_plain, rows_stand_alone
 
@@ -44,9 +52,7 @@ class FrozenTarget:
         self.tokenizer = tokenizer
         self.config = text_config(self.model.config)
         self.name = name or str(self.model.config.name_or_path) or type(model).__name__
-        self.decoder: Any = self.model.get_decoder()
-        if hasattr(self.decoder, "language_model"):
-            self.decoder = self.decoder.language_model
+        self.decoder: Any = language_model(self.model)
         self.layers: Any = self.decoder.layers
         self.num_layers = len(self.layers)
         ids = spread_layer_ids(self.num_layers) if layer_ids is None else layer_ids
@@ -77,29 +83,23 @@ class FrozenTarget:
         Raises:
             UserError: the folder is missing or has no weights, or the name is unknown.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         if isinstance(config, str):
             config = TargetConfig(name_or_path=config, **options)
         chosen = torch.device(config.device if config.device != "auto" else device or default_device())
         path = resolve_path(config)
-        options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-        if config.gguf_file:
-            options["gguf_file"] = config.gguf_file
         form = choose_form(read_target_config(config), chosen, rows) if config.dtype == "auto" else None
         dtype = DTYPES[form.name.split(",")[0] if form else config.dtype]
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=config.attention, **options
+                path, dtype=dtype, attn_implementation=config.attention, **hub_options(config)
             )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise _cannot_load(config, error) from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        except (OSError, ValueError, KeyError, ImportError, AttributeError):
-            tokenizer = None  # a target without a tokenizer can still serve pre-tokenised data
+        tokenizer = load_tokenizer(path, config)  # without one, a target still serves pre-tokenised data
         if config.sharding == "zero3":
             from dspark_train.target.sharding import shard_model
 
@@ -259,11 +259,8 @@ def read_target_config(config: TargetConfig) -> Any:
     from transformers import AutoConfig
 
     path = resolve_path(config)
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    if config.gguf_file:
-        options["gguf_file"] = config.gguf_file
     try:
-        return text_config(AutoConfig.from_pretrained(path, **options))
+        return text_config(AutoConfig.from_pretrained(path, **hub_options(config)))
     except Exception as error:
         raise _cannot_load(config, error) from error
 

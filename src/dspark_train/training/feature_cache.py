@@ -107,11 +107,22 @@ def asked(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return found
 
 
+def bytes_per_token(taps: int, hidden_size: int, item: int, storage: Storage = "exact") -> int:
+    """Bytes that a cache stores of one token.
+
+    Args:
+        taps: m, tapped layers.
+        hidden_size: d.
+        item: bytes of an element of the target.
+        storage: form of the features.
+    """
+    features = taps * hidden_size * item if storage == "exact" else taps * (hidden_size + 4)
+    return features + hidden_size * item + 4
+
+
 def cache_bytes(target: FrozenTarget, tokens: int, storage: Storage = "exact") -> int:
     """Size of a cache of so many tokens."""
-    item, taps, size = target.dtype.itemsize, len(target.layer_ids), target.hidden_size
-    features = taps * size * item if storage == "exact" else taps * (size + 4)
-    return tokens * (features + size * item + 4)
+    return tokens * bytes_per_token(len(target.layer_ids), target.hidden_size, target.dtype.itemsize, storage)
 
 
 def check_disk(folder: Path, needed: int) -> None:

@@ -208,6 +208,37 @@ def target_logsumexp(
     return result
 
 
+def objective_flops(rows: int, positions: int, size: int, rank: int, reduced: int, vocabulary: int) -> float:
+    """FLOPs of :func:`fused_objective` with its gradients, tiles' padding left out.
+
+    Args:
+        rows: supervised slots.
+        positions: P.
+        size: d.
+        rank: r; 0 for a parallel draft.
+        reduced: U.
+        vocabulary: V; where it is larger than U, the target's normalisers are computed over V first.
+    """
+    draft = rows * reduced * (2 * size + 3 * rank)  # logits and two gradients; W2's is a third one
+    target = positions * size * (reduced + (vocabulary if vocabulary > reduced else 0))
+    return 2.0 * (draft + target)
+
+
+def objective_bytes(rows: int, size: int, rank: int, reduced: int, item: int, budget: int) -> int:
+    """Bytes of :func:`fused_objective` at its peak: a chunk of logits, ``W2`` and its gradient, the rows' gradients.
+
+    Args:
+        rows: supervised slots.
+        size: d.
+        rank: r.
+        reduced: U.
+        item: bytes of an element in the matrix products.
+        budget: most bytes for one chunk of logits.
+    """
+    chunk = min(budget, 2 * min(rows, _MAX_ROWS) * reduced * item)
+    return chunk + reduced * rank * (item + 4) + rows * (size + rank) * 3 * item
+
+
 def _matmul_dtype(tensor: Tensor) -> torch.dtype:
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:

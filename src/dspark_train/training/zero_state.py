@@ -15,6 +15,21 @@ import torch
 from torch import Tensor, nn
 
 
+def state_bytes(parameters: int, stage: int, ranks: int, *, mixed: bool) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimiser state per GPU, with two moments of AdamW.
+
+    Args:
+        parameters: that are trained.
+        stage: 0 for none (fp32 weights), else ZeRO's: weights in the compute dtype, fp32 masters in the state.
+        ranks: that share what the stage shards.
+        mixed: bf16 compute.
+    """
+    sharded = stage > 0 and mixed
+    item, state = (2, 12) if sharded else (4, 8)
+    weights, gradients, optimiser = (ranks if stage >= least else 1 for least in (3, 2, 1))
+    return parameters * item // weights, parameters * item // gradients, parameters * state // optimiser
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether ZeRO holds the masters of ``module``'s parameters."""
     return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters())
