@@ -18,7 +18,7 @@ from dspark_train.cli.studies import run_temperatures
 from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.measure import Comparison, divergences, interleave
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
-from dspark_train.run import environment, load_run
+from dspark_train.run import Run, environment
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table there as well")
     options = parser.parse_args()
 
-    opened = load_run(options.run, "float32")
+    opened = Run(options.run, "float32")
     prompts = interleave([*opened.data.prompts("heldout"), *opened.data.prompts("calibration")])
     prompts = prompts[: options.prompts]
     temperatures = run_temperatures(options.run, 0.0, opened.draft.config.block_size)

@@ -25,7 +25,7 @@ from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import Decoder
 from dspark_train.decoding.measure import interleave
 from dspark_train.decoding.policies import FixedLength
-from dspark_train.run import Run, environment, load_run
+from dspark_train.run import Run, environment
 from dspark_train.structures import DecodingTrace
 from dspark_train.studies.profile import CostProfiler
 from dspark_train.studies.simulate import NamedPolicy, simulate_queue, standard_policies
@@ -182,7 +182,7 @@ def main(
         dtype: of target and draft; left out: the run's.
         markdown: file for the table; left out: none.
     """
-    opened = load_run(run, dtype)
+    opened = Run(run, dtype)
     temperatures = run_temperatures(run, 0.0, opened.draft.config.block_size)
     every = [prompt.ids for prompt in interleave(opened.data.prompts("heldout"))]
     rows: list[Row] = []

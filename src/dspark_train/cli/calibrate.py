@@ -123,6 +123,6 @@ def print_result(result: CalibrationResult) -> None:
 
 def _data_name(run: Path) -> str:
     """Name of the data that the run's prompts come from."""
-    from dspark_train.run import read_config
+    from dspark_train.run import Run
 
-    return Path(str(read_config(run)["data"]["path"])).name
+    return Path(str(Run(run).required_config()["data"]["path"])).name

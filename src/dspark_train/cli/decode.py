@@ -59,7 +59,7 @@ def decode(
     from dspark_train.calibration.report import trace_label
     from dspark_train.decoding.measure import Settings, compare, examples, interleave, to_json
     from dspark_train.decoding.sampling import SamplingRule
-    from dspark_train.run import load_run
+    from dspark_train.run import Run
 
     if not temperatures or (prompts is not None and prompts < 1) or max_new_tokens < 2 or seconds <= 0:
         raise UserError(
@@ -67,7 +67,7 @@ def decode(
             f"max_new_tokens ({max_new_tokens}) at least 2, seconds ({seconds}) above 0"
         )
     rules = [SamplingRule(temperature, top_k, top_p) for temperature in temperatures]
-    opened = load_run(run, dtype)
+    opened = Run(run, dtype)
     chosen = interleave(opened.data.prompts(split))[:prompts]
     if not chosen:
         raise UserError(f"run {run}: its data have no {split} prompts; name another split")
@@ -198,10 +198,10 @@ def profile(
         repetitions: rounds timed at each point.
         dtype: of target and draft. Left out: the run's.
     """
-    from dspark_train.run import load_run
+    from dspark_train.run import Run
     from dspark_train.studies.profile import measure_costs
 
-    opened = load_run(run, dtype)
+    opened = Run(run, dtype)
     table = measure_costs(
         opened.target,
         opened.draft,

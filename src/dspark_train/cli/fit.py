@@ -31,7 +31,7 @@ from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
 from dspark_train.interchange.importing import warm_start
-from dspark_train.run import RunConfig, Stage, environment, open_run, update_run
+from dspark_train.run import Run, RunConfig, Stage, environment, open_run
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import has_fast_bfloat16
 from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint
@@ -156,13 +156,13 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     facts = data_facts(trainer)
     release(trainer, module)
     wall = {"fit": round(time.monotonic() - STARTED, 1)}
-    update_run(folder, wall_seconds=wall, data=facts, **environment())
+    Run(folder).update(wall_seconds=wall, data=facts, **environment())
     stages = list(config.run.after)
     if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
         print("calibrate is left out: this draft has no confidence head")
     run_stages(folder, stages, config.run.options)
-    update_run(folder, finished=True)
+    Run(folder).update(finished=True)
 
 
 def data_facts(trainer: Trainer) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def run_stages(folder: Path, stages: list[Stage], options: dict[Stage, dict[str,
     for stage in stages:
         begun = time.monotonic()
         resolve(COMMANDS[stage])(folder, **options.get(stage, {}))
-        update_run(folder, wall_seconds={stage: round(time.monotonic() - begun, 1)})
+        Run(folder).update(wall_seconds={stage: round(time.monotonic() - begun, 1)})
 
 
 def quiet() -> None:

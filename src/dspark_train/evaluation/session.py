@@ -28,7 +28,7 @@ from dspark_train.evaluation.evaluate import (
 from dspark_train.evaluation.records import RecordFile
 from dspark_train.evaluation.suites import Suite, load_suite
 from dspark_train.evaluation.summary import Bootstrap, summarise
-from dspark_train.run import environment, load_run
+from dspark_train.run import Run, environment
 from dspark_train.target.frozen import FrozenTarget
 
 BASELINES = ("plain", "head_off", "prompt_lookup")
@@ -211,7 +211,7 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         for spec in options.suites
     ]
     policy = parse_policy(options.policy, options.costs)
-    run = load_run(options.run, options.dtype)
+    run = Run(options.run, options.dtype)
     drafts = open_drafts(options, run.target, run.draft)
     evaluation = Evaluation(
         target=run.target,

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark_train.calibration.report import shifted
-from dspark_train.files import read_json
-from dspark_train.run import update_run
+from dspark_train.run import Run
 from dspark_train.structures import DecodingTrace
 
 _BIAS = "confidence_head.proj.bias"
@@ -22,7 +21,7 @@ class ShiftedRun:
     def __init__(self, run: Path) -> None:
         """Read how far the bias has been moved (``confidence_shift`` in ``run.json``)."""
         self.run = run
-        self.shift = float(read_json(run / "run.json").get("confidence_shift", 0.0))
+        self.shift = Run(run).confidence_shift
         """Of the draft as it is, from the draft as trained."""
         self.weights = run / "draft" / "model.safetensors"
 
@@ -48,7 +47,7 @@ class ShiftedRun:
         aside.replace(self.weights)
         for path in sorted((self.run / "traces").glob("*.safetensors")):
             shifted(DecodingTrace.load(path), shift - self.shift).save(path)
-        update_run(self.run, confidence_shift=shift)
+        Run(self.run).update(confidence_shift=shift)
         self.shift = shift
 
     def _moved(self, bias: Tensor, shift: float) -> Tensor:

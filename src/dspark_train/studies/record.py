@@ -108,10 +108,10 @@ class RecordedRounds:
 
     def _open(self) -> Run:
         if self._opened is None:
-            from dspark_train.run import load_run
+            from dspark_train.run import Run
             from dspark_train.target.frozen import default_device
 
             # on a CPU float32 is exact, and fast for few requests; elsewhere what will be served
             usual: Literal["float32"] | None = "float32" if default_device().type == "cpu" else None
-            self._opened = load_run(self.run, self.recording.dtype or usual)
+            self._opened = Run(self.run, self.recording.dtype or usual)
         return self._opened
