@@ -258,9 +258,8 @@ class Run:
         if self.dtype is not None:
             settings.dtype = self.dtype
         target = FrozenTarget.load(settings)
-        draft = DSparkDraft.load(self.draft_path, dtype=target.dtype)
-        draft.to(device=target.device)
-        draft.eval()
+        draft: Any = DSparkDraft.load(self.draft_path, dtype=target.dtype)
+        draft.to(target.device).eval()
         draft.borrow(target)
         return target, draft
 
@@ -307,6 +306,11 @@ class Run:
         """Folder of the exported draft."""
         return self.path / "draft"
 
+    @property
+    def draft_weights_path(self) -> Path:
+        """File of the exported draft's weights."""
+        return self.draft_path / "model.safetensors"
+
     @cached_property
     def draft_config(self) -> dict[str, Any]:
         """``draft/config.json``."""
@@ -315,7 +319,7 @@ class Run:
     @cached_property
     def trained_parameters(self) -> int:
         """Numbers in the exported weights that training made: all but the copies of the target's own."""
-        path = self.draft_path / "model.safetensors"
+        path = self.draft_weights_path
         if not path.is_file():
             return 0
         from safetensors import SafetensorError, safe_open

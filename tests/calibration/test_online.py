@@ -3,10 +3,11 @@ import math
 import pytest
 import torch
 
-from dspark_train.calibration.online import OnlineTemperatures, OnlineThreshold
-from dspark_train.calibration.report import DecodingTrace, measure_reliability
-from dspark_train.calibration.temperature import fit_temperatures
+from dspark_train.calibration.online import OnlineSts, OnlineThreshold
+from dspark_train.calibration.reliability import measure_reliability
+from dspark_train.calibration.sts import fit_sts
 from dspark_train.errors import UserError
+from dspark_train.structures import DecodingTrace
 
 CODE = {"temperatures": [2.0] * 5, "centre": 1.5}
 CHAT = {"temperatures": [0.8] * 5, "centre": 0.3}
@@ -18,8 +19,8 @@ def feed(online, rounds):
 
 def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
     past = trace(8000, seed=0, **CODE)
-    frozen = fit_temperatures(past.confidence_logits, past.prefix_accepted, past.observed)
-    online = OnlineTemperatures(frozen.tolist(), window=1024)
+    frozen = fit_sts(past.confidence_logits, past.prefix_accepted, past.observed)
+    online = OnlineSts(frozen.tolist(), window=1024)
     traffic = [trace(200, seed=10 + step, **(CODE if step < 15 else CHAT)) for step in range(50)]
     errors = {"code": [], "chat": []}
     for step, rounds in enumerate(traffic):
@@ -27,7 +28,7 @@ def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
             # on a large sample of the same traffic, so that the error of a small one is not measured instead
             fresh = trace(4000, seed=1000 + step, **(CODE if step < 15 else CHAT))
             pair = (
-                measure_reliability(fresh, online.temperatures.tolist()),
+                measure_reliability(fresh, online.sts.tolist()),
                 measure_reliability(fresh, frozen.tolist()),
             )
             errors["code" if step < 15 else "chat"].append([side.mean_ece for side in pair])
@@ -41,7 +42,7 @@ def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
 
 
 def test_memory_is_bounded_and_holds_the_last_rounds(trace):
-    online = OnlineTemperatures([1.0] * 5, window=100, refit_every=10)
+    online = OnlineSts([1.0] * 5, window=100, refit_every=10)
     shapes = [value.shape for value in vars(online).values() if isinstance(value, torch.Tensor)]
     rounds = trace(730, seed=1, **CODE)
     for start in range(0, 730, 73):
@@ -54,35 +55,35 @@ def test_memory_is_bounded_and_holds_the_last_rounds(trace):
 
 def test_more_rounds_at_once_than_the_window_holds(trace):
     rounds = trace(500, seed=2, **CODE)
-    whole, tail = OnlineTemperatures([1.0] * 5, window=100), OnlineTemperatures([1.0] * 5, window=100)
+    whole, tail = OnlineSts([1.0] * 5, window=100), OnlineSts([1.0] * 5, window=100)
     feed(whole, rounds)
     tail.update(rounds.confidence_logits[-100:], rounds.verify_length[-100:], rounds.accepted[-100:])
-    torch.testing.assert_close(whole.temperatures, tail.temperatures)
+    torch.testing.assert_close(whole.sts, tail.sts)
 
 
 def test_unverified_slots_teach_nothing(trace):
     """The first slot alone is verified: the other temperatures must stay."""
     rounds = trace(2000, seed=3, **CODE)
     one = torch.ones_like(rounds.verify_length)
-    online = OnlineTemperatures([1.0] * 5, window=2000)
+    online = OnlineSts([1.0] * 5, window=2000)
     online.update(rounds.confidence_logits, one, rounds.accepted.minimum(one))
-    assert online.temperatures[0] > 1.7
+    assert online.sts[0] > 1.7
     # expected is σ at the start, but running starts from a fitted first slot: later ones may only follow that
-    assert ((online.temperatures[1:] > 0.5) & (online.temperatures[1:] < 2)).all()
+    assert ((online.sts[1:] > 0.5) & (online.sts[1:] < 2)).all()
 
 
 def test_few_rounds_change_little(trace):
     rounds = trace(20, seed=4, **CODE)
-    online = OnlineTemperatures([1.0] * 5, refit_every=1, prior_rounds=2000)
+    online = OnlineSts([1.0] * 5, refit_every=1, prior_rounds=2000)
     feed(online, rounds)
-    assert ((online.temperatures > 0.8) & (online.temperatures < 1.25)).all()
+    assert ((online.sts > 0.8) & (online.sts < 1.25)).all()
 
 
 def test_bad_settings():
     with pytest.raises(UserError, match="window"):
-        OnlineTemperatures([1.0], window=0)
+        OnlineSts([1.0], window=0)
     with pytest.raises(UserError, match="above 0"):
-        OnlineTemperatures([0.0])
+        OnlineSts([0.0])
     with pytest.raises(UserError, match="wanted"):
         OnlineThreshold(0.5, wanted=1.5)
 

@@ -155,7 +155,7 @@ def test_the_scheduler_gives_up_verification_as_load_grows_and_never_loses_to_it
 
 def test_temperatures_reach_the_policy():
     policy = NamedPolicy("threshold", Threshold(0.6))
-    flat = simulate_point(record(), linear(), policy, 4, temperatures=[1000.0] * GAMMA)
+    flat = simulate_point(record(), linear(), policy, 4, sts=[1000.0] * GAMMA)
     assert flat.verified_per_request == 0
     assert flat.tau == 1
     assert flat.acceptance_rate is None

@@ -1,6 +1,6 @@
-"""Correction while decoding: temperatures, or the threshold, that follow a drifting load.
+"""Correction while decoding: scalings, or the threshold, that follow a drifting load.
 
-Frozen temperatures are right for the traffic that they were fitted on. When code gives way to chat, what a
+Frozen scalings are right for the traffic that they were fitted on. When code gives way to chat, what a
 confidence of 0.9 is worth changes. Both corrections below read only finished rounds, so what they change acts
 on later rounds alone and verification stays lossless; both need memory of a fixed size.
 """
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark_train.calibration.temperature import survival
+from dspark_train.calibration.sts import survival
 from dspark_train.errors import UserError
 
 STEPS = torch.linspace(-3, 3, 49, dtype=torch.float64).exp2()
 """Factors tried on a starting temperature: 1/8 to 8; the middle one is 1."""
 
 
-class OnlineTemperatures:
-    """Temperatures refitted on a sliding window of the last rounds.
+class OnlineSts:
+    """Scalings refitted on a sliding window of the last rounds.
 
     Sequential as the offline fit, but ``T_k`` minimises the Brier score of the running product over the
     window's verified slots instead of its calibration error: a proper score is smooth, and with a few hundred
     rounds the minimum of a binned error is mostly noise. ``prior_rounds`` pseudo-rounds that behave as the
-    starting temperatures say keep a thin window from changing much. Temperatures stretch a logit and cannot
+    starting scalings say keep a thin window from changing much. Temperatures stretch a logit and cannot
     move its sign, so of a drift that shifts all logits a part remains.
 
     Memory: ``window`` rounds of γ logits and two lengths.
@@ -34,28 +34,28 @@ class OnlineTemperatures:
 
     def __init__(
         self,
-        temperatures: Sequence[float],
+        sts: Sequence[float],
         *,
         window: int = 1024,
         refit_every: int = 64,
         prior_rounds: float = 32.0,
     ) -> None:
-        """Start from fitted temperatures.
+        """Start from fitted scalings.
 
         Args:
-            temperatures: ``[γ]`` starting values, each > 0; ones where nothing was fitted.
+            sts: ``[γ]`` starting values, each > 0; ones where nothing was fitted.
             window: Rounds remembered.
             refit_every: Rounds between two refits.
             prior_rounds: Weight of the starting temperatures, in rounds.
         """
         if window < 1 or refit_every < 1 or prior_rounds < 0:
             raise UserError(
-                f"online temperatures: window ({window}) and refit_every ({refit_every}) must be at least 1, "
+                f"online scalings: window ({window}) and refit_every ({refit_every}) must be at least 1, "
                 f"prior_rounds ({prior_rounds}) at least 0"
             )
-        self.start = torch.tensor(list(temperatures), dtype=torch.float64)
+        self.start = torch.tensor(list(sts), dtype=torch.float64)
         if not bool((self.start > 0).all()):
-            raise UserError(f"online temperatures: start values must be above 0, got {list(temperatures)}")
+            raise UserError(f"online scalings: start values must be above 0, got {list(sts)}")
         self.window, self.refit_every, self.prior_rounds = window, refit_every, prior_rounds
         self._current = self.start.clone()
         self._logits = torch.zeros(window, len(self.start), dtype=torch.float32)
@@ -64,7 +64,7 @@ class OnlineTemperatures:
         self._seen = self._fitted_at = 0
 
     @property
-    def temperatures(self) -> Tensor:
+    def sts(self) -> Tensor:
         """``[γ]`` float64: to use from now on."""
         return self._current
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from dspark_train.decoding.cost import CostTable
     from dspark_train.decoding.measure import Comparison
     from dspark_train.decoding.policies import Policy
-    from dspark_train.draft.model import DSparkDraft
     from dspark_train.run import Run
 
 
@@ -56,7 +55,7 @@ def decode(
         graphs: run rounds in a few fixed shapes, captured as CUDA graphs; on a CPU the same shapes, uncaptured.
         compile: compile the norms and MLPs of target and draft (needs a C++ compiler).
     """
-    from dspark_train.calibration.report import trace_label
+    from dspark_train.calibration.io import read_sts
     from dspark_train.decoding.measure import Settings, compare, examples, interleave, to_json
     from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.run import Run
@@ -85,12 +84,14 @@ def decode(
     }
     (run / "traces").mkdir(exist_ok=True)
     for rule in rules:
-        label = trace_label(rule.temperature)
-        calibrated = _calibration(run, label, opened.draft)
-        settings = Settings(max_new_tokens, batch_size, picked, calibrated, seed, graphs, compile)
+        label = rule.label
+        sts = None
+        if opened.draft.confidence_head is not None:
+            sts = read_sts(opened, label, opened.draft.config.block_size)
+        settings = Settings(max_new_tokens, batch_size, picked, sts, seed, graphs, compile)
         found = compare(opened.target, opened.draft, chosen, rule, settings, seconds)
-        found.trace.save(run / "traces" / f"decode_{label}.safetensors")
-        content["modes"][label] = to_json(found, seed) | {"sts": calibrated}
+        found.trace.save(opened.trace_path("decode", label))
+        content["modes"][label] = to_json(found, seed) | {"sts": sts}
         if rule.greedy:
             content["identical"] = not found.divergences
         if rule.greedy or len(rules) == 1:
@@ -128,16 +129,6 @@ def costs_now(opened: Run, batch_size: int) -> CostTable:
         repetitions=10,
     )
     return table.monotone()
-
-
-def _calibration(run: Path, label: str, draft: DSparkDraft) -> list[float] | None:
-    """Temperatures of the confidences at this sampling temperature, where the run is calibrated."""
-    from dspark_train.calibration.io import Calibration
-
-    for name in (f"calibration_{label}.json", "calibration.json"):
-        if draft.confidence_head is not None and (run / name).is_file():
-            return list(Calibration.load(run / name, draft.config.block_size).temperatures)
-    return None
 
 
 def print_comparison(found: Comparison, label: str, content: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 def studies(
     run: Path,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     split: Literal["calibration", "heldout"] = "heldout",
     prompts: int = 64,
     max_new_tokens: int = 128,
@@ -29,28 +31,33 @@ def studies(
     each.
 
     Args:
-        run: folder of a finished run; its temperatures are used where it was calibrated.
+        run: folder of a finished run; its scalings are used where it was calibrated for this sampling.
         temperature: sampling temperature of the rounds; 0 is greedy.
+        top_k: tokens kept by sampling; 0 keeps all.
+        top_p: nucleus kept by sampling; 1 keeps all.
         split: whose prompts.
         prompts: prompts to decode at most, where the run holds no rounds yet.
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
         refresh: decode again even where the run holds rounds.
     """
-    from dspark_train.calibration.report import compare_reliability, trace_label
+    from dspark_train.calibration.io import read_sts
+    from dspark_train.calibration.reliability import compare_reliability
+    from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.calibration_plots import plot_reliability
     from dspark_train.report.study_plots import plot_acceptance, plot_drift, plot_sweep
-    from dspark_train.studies.record import RecordedRounds, Recording
+    from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
     from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
 
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
-    trace = rounds.trace(split, temperature)
-    temperatures = run_temperatures(run, temperature, trace.block_size)
+    recording = Recording(prompts, max_new_tokens, batch_size, refresh=refresh)
+    opened, rule = run_to_record(run), SamplingRule(temperature, top_k, top_p)
+    trace = recorded_rounds(opened, split, rule, recording)
+    sts = read_sts(opened, rule.label, trace.block_size)
     common = {
         "split": split,
         "sampling_temperature": temperature,
         "rounds": len(trace.request),
-        "temperatures": temperatures,
+        "temperatures": sts,
     }
     folder, plots = _folders(run)
     acceptances = acceptance_by_position(trace)
@@ -58,24 +65,20 @@ def studies(
     _write(folder / "acceptance.json", {**common, "groups": by_group})
     plot_acceptance(plots / "acceptance.png", acceptances)
     _print_acceptance(acceptances)
-    sweeps = threshold_sweep(trace, temperatures)
+    sweeps = threshold_sweep(trace, sts)
     _write(folder / "threshold_sweep.json", {**common, "groups": {s.group: s.to_json() for s in sweeps}})
     plot_sweep(plots / "threshold_sweep.png", sweeps)
     _print_sweeps(sweeps)
-    compared = compare_reliability(trace, temperatures or [1.0] * trace.block_size)
+    compared = compare_reliability(trace, sts or [1.0] * trace.block_size)
     _write(folder / "reliability.json", {**common, **compared.to_json()})
-    if temperatures is not None:
-        plot_reliability(
-            plots / f"reliability_{trace_label(temperature)}.png", temperatures, compared, temperature
-        )
+    if sts is not None:
+        plot_reliability(plots / f"reliability_{rule.label}.png", sts, compared, temperature)
     before, after = 100 * compared.before.mean_ece, 100 * compared.after.mean_ece
-    scaled = f", {after:.1f} % scaled" if temperatures else " (not calibrated: run `calibrate`)"
+    scaled = f", {after:.1f} % scaled" if sts else " (not calibrated: run `calibrate`)"
     print(f"reliability: mean ECE {before:.1f} % raw{scaled}; noise {100 * compared.after.mean_noise:.1f} %")
-    fitting = rounds.path("calibration", temperature)
-    if fitting.is_file() and split == "heldout":
-        from dspark_train.structures import DecodingTrace
-
-        drift = drift_study(DecodingTrace.load(fitting), trace)
+    fitting = opened.trace("calibration", rule.label)
+    if fitting is not None and split == "heldout":
+        drift = drift_study(fitting, trace)
         if drift is not None:
             _write(folder / "online.json", {**common, **drift.to_json()})
             plot_drift(plots / "online.png", drift)
@@ -87,6 +90,8 @@ def simulate(
     run: Path,
     costs: Path | None = None,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     split: Literal["calibration", "heldout"] = "heldout",
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     threshold: float = 0.5,
@@ -102,9 +107,11 @@ def simulate(
     simulate.json and a plot.
 
     Args:
-        run: folder of a finished run; its temperatures are used where it was calibrated.
+        run: folder of a finished run; its scalings are used where it was calibrated for this sampling.
         costs: cost table; left out: ``RUN/studies/cost_table.json``.
         temperature: sampling temperature of the rounds; 0 is greedy.
+        top_k: tokens kept by sampling; 0 keeps all.
+        top_p: nucleus kept by sampling; 1 keeps all.
         split: whose prompts.
         requests: numbers of concurrent requests.
         threshold: confidence of the threshold policy.
@@ -113,28 +120,31 @@ def simulate(
         batch_size: requests decoded at once.
         refresh: decode again even where the run holds rounds.
     """
+    from dspark_train.calibration.io import read_sts
     from dspark_train.decoding.cost import CostTable
+    from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.study_plots import plot_load
-    from dspark_train.studies.record import RecordedRounds, Recording
+    from dspark_train.run import Run
+    from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
     from dspark_train.studies.simulate import points_to_json, standard_policies
     from dspark_train.studies.simulate import simulate as simulate_load
 
     if not requests or min(requests) < 1:
         raise UserError(f"requests {list(requests)} must be numbers of at least 1")
-    source = costs or run / "studies" / "cost_table.json"
-    table = CostTable.load(source)
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
-    trace = rounds.trace(split, temperature)
-    temperatures = run_temperatures(run, temperature, trace.block_size)
+    table = CostTable.load(costs or Run(run).cost_table_path)
+    recording = Recording(prompts, max_new_tokens, batch_size, refresh=refresh)
+    opened, rule = run_to_record(run), SamplingRule(temperature, top_k, top_p)
+    trace = recorded_rounds(opened, split, rule, recording)
+    sts = read_sts(opened, rule.label, trace.block_size)
     policies = standard_policies(table, trace.block_size, threshold)
-    points = simulate_load(trace, table, policies, sorted(set(requests)), temperatures=temperatures)
+    points = simulate_load(trace, table, policies, sorted(set(requests)), sts=sts)
     folder, plots = _folders(run)
     content = {
         "split": split,
         "sampling_temperature": temperature,
         "rounds": len(trace.request),
         "block_size": trace.block_size,
-        "temperatures": temperatures,
+        "temperatures": sts,
         "context": table.context,
         "machine": table.machine,
         "measured_rows": table.max_rows,
@@ -144,15 +154,6 @@ def simulate(
     plot_load(plots / "simulate.png", points)
     _print_load(points)
     print(f"wrote {folder / 'simulate.json'} and {plots / 'simulate.png'}")
-
-
-def run_temperatures(run: Path, sampling_temperature: float, block_size: int) -> list[float] | None:
-    """Temperatures of a run for rounds of one sampling temperature; None where it was not calibrated for them."""
-    from dspark_train.calibration.io import Calibration
-    from dspark_train.calibration.report import trace_label
-
-    path = run / f"calibration_{trace_label(sampling_temperature)}.json"
-    return list(Calibration.load(path, block_size).temperatures) if path.is_file() else None
 
 
 def _folders(run: Path) -> tuple[Path, Path]:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dspark_train.calibration.metrics import expected_calibration_error
-from dspark_train.calibration.temperature import survival
+from dspark_train.calibration.sts import survival
 from dspark_train.data.conversations import Prompt
 from dspark_train.decoding.measure import Settings, compare, failures, interleave
 from dspark_train.decoding.sampling import SamplingRule

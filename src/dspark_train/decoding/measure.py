@@ -31,7 +31,7 @@ class Settings:
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
         policy: of verification; None verifies whole blocks.
-        temperatures: ``[γ]`` of the confidences; None leaves them raw.
+        sts: ``[γ]`` scalings of the confidences; None leaves them raw.
         seed: of sampling and bootstrap.
         graphs: rounds in fixed shapes, captured as CUDA graphs on a GPU; both sides.
         compile: compiled norms and MLPs; both sides.
@@ -40,7 +40,7 @@ class Settings:
     max_new_tokens: int = 128
     batch_size: int = 1
     policy: Policy | None = None
-    temperatures: Sequence[float] | None = None
+    sts: Sequence[float] | None = None
     seed: int = 0
     graphs: bool = False
     compile: bool = False
@@ -133,7 +133,7 @@ def compare(
     """
     graphs, compile = settings.graphs, settings.compile
     plain = Decoder(target, rule=rule, graphs=graphs, compile=compile)
-    drafted = Decoder(target, draft, settings.policy, rule, settings.temperatures, graphs, compile)
+    drafted = Decoder(target, draft, settings.policy, rule, settings.sts, graphs, compile)
     found = Comparison(rule.temperature, [], exact=target.dtype == torch.float32)
     for decoder in (plain, drafted):
         _decode(decoder, prompts[: settings.batch_size], settings, 0, limit=4)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.calibration.metrics import DEFAULT_BINS, reliability_bins
-from dspark_train.calibration.report import reached_slots, verified_slots
-from dspark_train.calibration.temperature import survival
+from dspark_train.calibration.selection import reached_slots, verified_slots
+from dspark_train.calibration.sts import survival
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 
@@ -51,19 +51,19 @@ class Record:
 
 
 def count_trace(
-    trace: DecodingTrace, temperatures: list[float] | None = None, bins: int = DEFAULT_BINS
+    trace: DecodingTrace, sts: list[float] | None = None, bins: int = DEFAULT_BINS
 ) -> dict[str, Any]:
     """Return the fields of a record that a trace gives.
 
     Args:
         trace: rounds of one prompt.
-        temperatures: ``[γ]`` of the confidences; None leaves them raw.
+        sts: ``[γ]`` scalings of the confidences; None leaves them raw.
         bins: K.
     """
     verified, reached = verified_slots(trace), reached_slots(trace)
     sparse: list[list[float]] = []
     if trace.confidence_logits.numel() and not bool(trace.confidence_logits.isnan().any()):
-        predicted = survival(trace.confidence_logits.double(), temperatures)
+        predicted = survival(trace.confidence_logits.double(), sts)
         sums = reliability_bins(predicted, trace.prefix_accepted, verified, bins=bins)
         for position, index in sums.count.nonzero().tolist():
             values = (sums.count, sums.predicted, sums.accepted)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from dspark_train.calibration.online import OnlineTemperatures
-from dspark_train.calibration.report import calibrate_traces, reached_slots, split_by_domain, verified_slots
-from dspark_train.calibration.temperature import conditional
+from dspark_train.calibration.fit import calibrate_traces
+from dspark_train.calibration.online import OnlineSts
+from dspark_train.calibration.selection import reached_slots, split_by_domain, verified_slots
+from dspark_train.calibration.sts import conditional
 from dspark_train.decoding.policies import threshold_lengths
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
@@ -55,14 +56,14 @@ class Sweep:
 
 def threshold_sweep(
     trace: DecodingTrace,
-    temperatures: Sequence[float] | None = None,
+    sts: Sequence[float] | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> list[Sweep]:
     """Verify recorded rounds while ``c_k ≥ θ``, for many θ; all rounds first, then each domain.
 
     Args:
         trace: Rounds that verified whole blocks (fewer only at a request's end).
-        temperatures: ``[γ]`` of the confidences; None for raw ones.
+        sts: ``[γ]`` scalings of the confidences; None for raw ones.
         thresholds: In [0, 1].
 
     Raises:
@@ -71,13 +72,13 @@ def threshold_sweep(
     require_rounds(trace, confidences=True)
     if wrong := [value for value in thresholds if not 0 <= value <= 1]:
         raise UserError(f"threshold sweep: thresholds must lie in 0..1, got {wrong}")
-    return [_sweep(name, part, temperatures, thresholds) for name, part in groups(trace).items()]
+    return [_sweep(name, part, sts, thresholds) for name, part in groups(trace).items()]
 
 
 def _sweep(
-    group: str, trace: DecodingTrace, temperatures: Sequence[float] | None, thresholds: Sequence[float]
+    group: str, trace: DecodingTrace, sts: Sequence[float] | None, thresholds: Sequence[float]
 ) -> Sweep:
-    confidence = conditional(trace.confidence_logits.to(torch.float64), temperatures)
+    confidence = conditional(trace.confidence_logits.to(torch.float64), sts)
     lengths = torch.stack([threshold_lengths(confidence, threshold) for threshold in thresholds])
     verified = lengths.minimum(trace.verify_length)  # [G, R]
     accepted = verified.minimum(trace.accepted)
@@ -172,9 +173,9 @@ def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> Drift | None:
     if len(shared) < 2:
         return None
     first, second = shared[-1], shared[0]
-    start = calibrate_traces(fitting[first], traffic[first]).temperatures
+    start = calibrate_traces(fitting[first], traffic[first]).sts
     phases = [(first, traffic[first]), (second, traffic[second])]
-    return Drift(first, second, replay_drift(phases, OnlineTemperatures(start)))
+    return Drift(first, second, replay_drift(phases, OnlineSts(start)))
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float] | None:
