@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import rankdata
 from torch import Tensor
 
 DEFAULT_BINS = 20
@@ -96,6 +95,8 @@ def roc_auc(probabilities: Tensor, outcomes: Tensor, observed: Tensor | None = N
     Returns:
         ``[γ]`` float64; NaN where one of the two outcomes never occurs.
     """
+    from scipy.stats import rankdata
+
     areas = []
     for position in range(probabilities.shape[1]):
         rows = slice(None) if observed is None else observed[:, position]

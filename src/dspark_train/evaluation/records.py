@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspark_train.calibration.metrics import DEFAULT_BINS, reliability_bins
+import torch
+
+from dspark_train.calibration.metrics import DEFAULT_BINS, ReliabilityBins, reliability_bins
 from dspark_train.calibration.selection import reached_slots, verified_slots
 from dspark_train.calibration.sts import survival
 from dspark_train.errors import UserError
@@ -75,6 +77,20 @@ def count_trace(
         "kept": (reached & trace.prefix_accepted).sum(0).tolist(),
         "bins": sparse,
     }
+
+
+def pooled_bins(records: Iterable[Record]) -> ReliabilityBins | None:
+    """Add up the reliability bins of records; None where none has confidences."""
+    entries = torch.tensor([entry for record in records for entry in record.bins], dtype=torch.float64)
+    if not len(entries):
+        return None
+    position, index = entries[:, :2].long().T
+    size = int(position.max()) + 1, int(index.max()) + 1
+    count, predicted, accepted = (
+        torch.zeros(size, dtype=torch.float64).index_put_((position, index), values, accumulate=True)
+        for values in entries[:, 2:].T
+    )
+    return ReliabilityBins(count, predicted, accepted)
 
 
 def conflicts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

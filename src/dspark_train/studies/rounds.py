@@ -7,7 +7,6 @@ They read a trace that verified whole blocks and decode nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,14 +177,14 @@ def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> Drift | None:
     return Drift(first, second, replay_drift(phases, OnlineSts(start)))
 
 
-def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float] | None:
-    """Wilson's score interval of a share; None for a count of 0."""
+def wilson(hits: int, count: int) -> tuple[float, float] | None:
+    """95 % interval of a share (Wilson's score interval); None for a count of 0."""
     if count == 0:
         return None
-    share, spread = hits / count, z * z / count
-    middle = share + spread / 2
-    half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    from scipy.stats import binomtest
+
+    interval = binomtest(hits, count).proportion_ci(0.95, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def groups(trace: DecodingTrace) -> dict[str, DecodingTrace]:
