@@ -1,13 +1,10 @@
-import math
-
 import pytest
 import torch
 
-from dspark_train.calibration.online import OnlineSts, OnlineThreshold
+from dspark_train.calibration.online import OnlineSts
 from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.calibration.sts import fit_sts
 from dspark_train.errors import UserError
-from dspark_train.structures import DecodingTrace
 
 CODE = {"temperatures": [2.0] * 5, "centre": 1.5}
 CHAT = {"temperatures": [0.8] * 5, "centre": 0.3}
@@ -84,51 +81,3 @@ def test_bad_settings():
         OnlineSts([1.0], window=0)
     with pytest.raises(UserError, match="above 0"):
         OnlineSts([0.0])
-    with pytest.raises(UserError, match="wanted"):
-        OnlineThreshold(0.5, wanted=1.5)
-
-
-def verify(rounds: DecodingTrace, threshold: float):
-    kept = (rounds.confidence_logits.sigmoid() >= threshold).long().cumprod(1).sum(1)
-    return kept, rounds.accepted.minimum(kept)
-
-
-def test_threshold_keeps_the_wanted_share_through_a_drift(trace):
-    online = OnlineThreshold(0.6, wanted=0.85)
-    shares = {}
-    for phase, (kind, seed) in {"code": (CODE, 100), "chat": (CHAT, 200)}.items():
-        counts = torch.zeros(2)
-        for step in range(100):
-            verified, accepted = verify(trace(100, seed=seed + step, **kind), online.threshold)
-            online.update(verified, accepted)
-            if step >= 50:
-                counts += torch.tensor([float(accepted.sum()), float(verified.sum())])
-        shares[phase] = float(counts[0] / counts[1])
-    assert shares["code"] == pytest.approx(0.85, abs=0.02)
-    assert shares["chat"] == pytest.approx(0.85, abs=0.02)
-
-
-def logit(threshold):
-    return math.log(threshold / (1 - threshold))
-
-
-def test_threshold_by_hand():
-    online = OnlineThreshold(0.5, wanted=0.8, rate=0.01)
-    online.update(torch.tensor([4, 6]), torch.tensor([2, 4]))  # 6 of 10 accepted
-    assert logit(online.threshold) == pytest.approx(0.01 * 2 * 0.2)
-    online.update(torch.tensor([10, 0]), torch.tensor([10, 0]))
-    assert online.threshold == pytest.approx(0.5)
-
-
-def test_threshold_that_verifies_nothing_comes_down():
-    online = OnlineThreshold(0.9, wanted=0.8, rate=0.01)
-    online.update(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
-    assert logit(online.threshold) == pytest.approx(logit(0.9) - 0.01 * 4 * 0.2)
-
-
-def test_threshold_stays_inside_its_limits():
-    online = OnlineThreshold(0.9, wanted=0.8, rate=100.0)
-    online.update(torch.tensor([10]), torch.tensor([0]))
-    assert online.threshold == pytest.approx(0.99)
-    online.update(torch.tensor([10]), torch.tensor([10]))
-    assert online.threshold == pytest.approx(0.01)

@@ -148,14 +148,16 @@ def test_studies_write_tables_and_plots(run, capsys):
     assert "Threshold sweep" in capsys.readouterr().out
 
 
-def test_simulate_writes_a_table_and_a_plot(run, capsys):
+def test_simulate_writes_a_table_and_a_plot(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # eight policies side by side
     cost_table(run)
-    simulate(run, requests=(1, 4, 32))
+    simulate(run, requests=(1, 4, 32), policies=("online:0.8", "scheduled+online"))
     content = read(run / "studies" / "simulate.json")
     assert content["context"] == 64
     assert content["measured_rows"] == 128
     assert list(content["policies"]) == [
         "plain", "one draft token", "fixed 3", "threshold 0.5", "scheduled", "asynchronous",
+        "online:0.8", "scheduled+online",
     ]  # fmt: skip
     assert [point["requests"] for point in content["policies"]["plain"]] == [1, 4, 32]
     assert content["policies"]["plain"][0]["throughput"] == pytest.approx(100)

@@ -14,7 +14,14 @@ from torch import Tensor
 from dspark_train.calibration.online import OnlineSts
 from dspark_train.decoding.decoder import ActiveRun, Decoder, GenerationResult, generate
 from dspark_train.decoding.draft_pass import Proposal
-from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
+from dspark_train.decoding.policies import (
+    FixedLength,
+    Policy,
+    Scheduled,
+    ScheduledAsync,
+    Threshold,
+    parse_policy,
+)
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 
@@ -196,6 +203,19 @@ def test_online_scalings_follow_and_change_no_token() -> None:
     assert online.sts.tolist() != [1.0] * 4
     with pytest.raises(UserError, match="whole blocks"):
         generate(target_of("llama"), draft, [[4]], sts=online, policy=FixedLength(2))
+
+
+@pytest.mark.parametrize("policy", ["online:0.8", "threshold:0.3+online", "online:0.8+online"])
+def test_online_policies_change_no_token(policy: str) -> None:
+    """What they learn reaches the next rounds, and the next requests of the same decoder, but no token."""
+    prompts, limits, answers = case("llama")
+    decoder = Decoder(target_of("llama"), tiny_draft(target_of("llama")), parse_policy(policy))
+    lengths = []
+    for _ in range(2):
+        result = decoder.run(decoder.requests(prompts, limits, [STOP]), batch_size=3)
+        assert result.tokens == answers
+        lengths.append(result.trace.verify_length.tolist())
+    assert lengths[0] != lengths[1]
 
 
 def test_requests_join_and_leave_without_touching_each_other() -> None:

@@ -39,8 +39,9 @@ def decode(
 
     Args:
         run: folder of a finished run.
-        policy: fixed, fixed:K, threshold:P, scheduled or asynchronous. auto: scheduled by costs measured on the
-            spot where the draft has a confidence head, else fixed.
+        policy: fixed, fixed:K, threshold:P, online:SHARE (a threshold that follows a wanted accepted share), scheduled
+            or asynchronous. auto: scheduled by costs measured on the spot where the draft has a confidence head, else
+            fixed. With +online behind a policy that reads confidences, their scalings follow what is accepted.
         temperatures: sampling temperatures; 0 is greedy.
         prompts: prompts at most; left out, as many as fit into the time.
         max_new_tokens: longest answer, in tokens.
@@ -103,13 +104,14 @@ def decode(
 
 def _policy(opened: Run, text: str, costs: Path | None, batch_size: int) -> tuple[Policy, str]:
     """The policy that ``text`` names, and its full name."""
-    from dspark_train.decoding.policies import FixedLength, parse_policy
+    from dspark_train.decoding.policies import ONLINE, FixedLength, parse_policy
 
-    if text == "auto":
+    name = text.removesuffix(ONLINE)
+    if name == "auto":
         if opened.draft.confidence_head is None:
             return FixedLength(), "fixed"
-        text = "scheduled"
-    if text not in ("scheduled", "asynchronous"):
+        name, text = "scheduled", text.replace("auto", "scheduled")
+    if name not in ("scheduled", "asynchronous"):
         return parse_policy(text), text
     return parse_policy(text, costs or costs_now(opened, batch_size)), text
 

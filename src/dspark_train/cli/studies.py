@@ -95,6 +95,7 @@ def simulate(
     split: Literal["calibration", "heldout"] = "heldout",
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     threshold: float = 0.5,
+    policies: tuple[str, ...] = (),
     prompts: int = 64,
     max_new_tokens: int = 128,
     batch_size: int = 8,
@@ -115,6 +116,7 @@ def simulate(
         split: whose prompts.
         requests: numbers of concurrent requests.
         threshold: confidence of the threshold policy.
+        policies: further policies, named as in decode, such as online:0.8 or scheduled+online.
         prompts: prompts to decode at most, where the run holds no rounds yet.
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
@@ -122,11 +124,12 @@ def simulate(
     """
     from dspark_train.calibration.io import read_sts
     from dspark_train.decoding.cost import CostTable
+    from dspark_train.decoding.policies import parse_policy
     from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.study_plots import plot_load
     from dspark_train.run import Run
     from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
-    from dspark_train.studies.simulate import points_to_json, standard_policies
+    from dspark_train.studies.simulate import NamedPolicy, points_to_json, standard_policies
     from dspark_train.studies.simulate import simulate as simulate_load
 
     if not requests or min(requests) < 1:
@@ -136,8 +139,9 @@ def simulate(
     opened, rule = run_to_record(run), SamplingRule(temperature, top_k, top_p)
     trace = recorded_rounds(opened, split, rule, recording)
     sts = read_sts(opened, rule.label, trace.block_size)
-    policies = standard_policies(table, trace.block_size, threshold)
-    points = simulate_load(trace, table, policies, sorted(set(requests)), sts=sts)
+    compared = standard_policies(table, trace.block_size, threshold)
+    compared += [NamedPolicy(name, parse_policy(name, table)) for name in policies]
+    points = simulate_load(trace, table, compared, sorted(set(requests)), sts=sts)
     folder, plots = _folders(run)
     content = {
         "split": split,

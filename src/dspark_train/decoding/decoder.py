@@ -124,6 +124,8 @@ class Decoder:
                     f"policy {type(self.policy).__name__} reads confidences, but this draft was trained without a "
                     "confidence head: use a fixed length"
                 )
+        if self.policy.follows_sts and not isinstance(sts, OnlineSts):
+            sts = OnlineSts([1.0] * self.block_size if sts is None else sts)
         self.online = sts if isinstance(sts, OnlineSts) else None
         if self.online is not None and self.depth < self.block_size:
             raise UserError("online scalings need policies that may verify whole blocks")
@@ -382,11 +384,12 @@ class ActiveRun:
         rounds.proposed += proposed
         rounds.lengths += [count - 1 for count in counts]
         rounds.accepted += accepted
+        verified, kept = torch.tensor(counts) - 1, torch.tensor(accepted)
         if proposal is not None and proposal.confidence_logits is not None:
             rounds.confidence.append(proposal.confidence_logits)
             if self.decoder.online is not None:
-                lengths = torch.tensor(counts) - 1
-                self.decoder.online.update(proposal.confidence_logits, lengths, torch.tensor(accepted))
+                self.decoder.online.update(proposal.confidence_logits, verified, kept)
+        self.decoder.policy.update(verified, kept)
 
     def _best(self, logits: Tensor) -> Tensor:
         return best_token(logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,8 @@ def compare(
     """
     graphs, compile = settings.graphs, settings.compile
     plain = Decoder(target, rule=rule, graphs=graphs, compile=compile)
-    drafted = Decoder(target, draft, settings.policy, rule, settings.sts, graphs, compile)
+    policy = copy.deepcopy(settings.policy)  # one that has learnt nothing yet
+    drafted = Decoder(target, draft, policy, rule, settings.sts, graphs, compile)
     found = Comparison(rule.temperature, [], exact=target.dtype == torch.float32)
     for decoder in (plain, drafted):
         _decode(decoder, prompts[: settings.batch_size], settings, 0, limit=4)

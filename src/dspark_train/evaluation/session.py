@@ -210,6 +210,11 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         for spec in options.suites
     ]
     policy = parse_policy(options.policy, options.costs)
+    if policy.learns:
+        raise UserError(
+            f"policy {options.policy!r} learns from earlier prompts, and an evaluation measures each by itself; "
+            "use it with decode or simulate"
+        )
     run = Run(options.run, options.dtype)
     drafts = open_drafts(options, run.target, run.draft)
     evaluation = Evaluation(
