@@ -140,6 +140,10 @@ def test_studies_write_tables_and_plots(run, capsys):
     assert len(acceptance["conditional"]) == GAMMA
     reliability = read(run / "studies" / "reliability.json")
     assert reliability["mean_ece_after"] < reliability["mean_ece_before"]
+    assert not (run / "studies" / "online_threshold.json").exists()
+    studies(run, wanted=0.8)
+    moving = read(run / "studies" / "online_threshold.json")
+    assert (moving["wanted"], moving["points"][-1]["rounds"]) == (0.8, 1200)
     drift = read(run / "studies" / "online.json")
     assert {drift["first"], drift["second"]} == {"chat", "math"}
     assert drift["points"][-1]["rounds"] == 1200

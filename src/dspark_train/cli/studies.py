@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
+    from dspark_train.studies.online_threshold import ThresholdDrift
     from dspark_train.studies.rounds import Acceptance, Drift, Sweep
     from dspark_train.studies.simulate import LoadPoint
 
@@ -20,6 +21,7 @@ def studies(
     top_k: int = 0,
     top_p: float = 1.0,
     split: Literal["calibration", "heldout"] = "heldout",
+    wanted: float | None = None,
     prompts: int = 64,
     max_new_tokens: int = 128,
     batch_size: int = 8,
@@ -28,7 +30,8 @@ def studies(
     """Study a run's recorded rounds: threshold sweep, acceptance per position, reliability.
 
     Writes threshold_sweep.json, acceptance.json and reliability.json to the run's studies, and a plot of
-    each.
+    each; where the rounds are of several domains also online.json, about scalings that follow a drifting load, and
+    online_threshold.json, about a threshold that does.
 
     Args:
         run: folder of a finished run; its scalings are used where it was calibrated for this sampling.
@@ -36,6 +39,8 @@ def studies(
         top_k: tokens kept by sampling; 0 keeps all.
         top_p: nucleus kept by sampling; 1 keeps all.
         split: whose prompts.
+        wanted: share of the verified draft tokens that a threshold should keep accepted along a drifting load; left
+            out, no such threshold is studied.
         prompts: prompts to decode at most, where the run holds no rounds yet.
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
@@ -46,6 +51,7 @@ def studies(
     from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.calibration_plots import plot_reliability
     from dspark_train.report.study_plots import plot_acceptance, plot_drift, plot_sweep
+    from dspark_train.studies.online_threshold import threshold_drift
     from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
     from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
 
@@ -83,6 +89,10 @@ def studies(
             _write(folder / "online.json", {**common, **drift.to_json()})
             plot_drift(plots / "online.png", drift)
             _print_drift(drift)
+        moving = None if wanted is None else threshold_drift(fitting, trace, wanted, sts)
+        if moving is not None:
+            _write(folder / "online_threshold.json", {**common, **moving.to_json()})
+            _print_threshold_drift(moving)
     print(f"wrote {folder} and {plots}")
 
 
@@ -224,6 +234,24 @@ def _print_drift(drift: Drift) -> None:
         ["traffic", "rounds", "frozen", "online", "noise"],
         [
             [p.phase, str(p.rounds), *(f"{100 * value:.1f}" for value in (p.frozen, p.online, p.noise))]
+            for p in drift.points
+        ],
+    )
+
+
+def _print_threshold_drift(drift: ThresholdDrift) -> None:
+    _table(
+        f"Load drifting from {drift.first} to {drift.second}: accepted share of verified tokens in % "
+        f"(verified per round), {100 * drift.wanted:g} % wanted",
+        ["traffic", "rounds", f"threshold {drift.start:g}", "online", "threshold"],
+        [
+            [
+                p.phase,
+                str(p.rounds),
+                f"{_share(p.frozen)} ({p.frozen_verified:.2f})",
+                f"{_share(p.online)} ({p.online_verified:.2f})",
+                f"{p.threshold:.2f}",
+            ]
             for p in drift.points
         ],
     )

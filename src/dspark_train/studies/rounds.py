@@ -157,6 +157,22 @@ class Drift:
         return {"first": self.first, "second": self.second, "points": [vars(point) for point in self.points]}
 
 
+def drifting_load(
+    fit: DecodingTrace, heldout: DecodingTrace
+) -> list[tuple[str, DecodingTrace, DecodingTrace]] | None:
+    """A load that drifts from the domain that is accepted most to the one accepted least.
+
+    Returns:
+        Of each of the two: its name, its rounds in ``fit``, its rounds in ``heldout``; None where both traces do not
+        share two domains.
+    """
+    fitting, traffic = split_by_domain(fit), split_by_domain(heldout)
+    shared = sorted(fitting.keys() & traffic.keys(), key=lambda name: traffic[name].accepted_length)
+    if len(shared) < 2:
+        return None
+    return [(name, fitting[name], traffic[name]) for name in (shared[-1], shared[0])]
+
+
 def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> Drift | None:
     """Fit temperatures on the easiest domain, then let its held-out traffic give way to the hardest domain's.
 
@@ -167,13 +183,12 @@ def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> Drift | None:
     Returns:
         ECE of frozen and of following temperatures along the traffic; None where there are not two domains.
     """
-    fitting, traffic = split_by_domain(fit), split_by_domain(heldout)
-    shared = sorted(fitting.keys() & traffic.keys(), key=lambda name: traffic[name].accepted_length)
-    if len(shared) < 2:
+    load = drifting_load(fit, heldout)
+    if load is None:
         return None
-    first, second = shared[-1], shared[0]
-    start = calibrate_traces(fitting[first], traffic[first]).sts
-    phases = [(first, traffic[first]), (second, traffic[second])]
+    (first, fitting, traffic), (second, _, _) = load
+    start = calibrate_traces(fitting, traffic).sts
+    phases = [(name, rounds) for name, _, rounds in load]
     return Drift(first, second, replay_drift(phases, OnlineSts(start)))
 
 
