@@ -16,22 +16,25 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     run_folder = write_run(tmp_path / "quickstart")
     run = Run.existing(run_folder)
     assert run.name == run_folder.name
-    assert run.config["draft"]["block_size"] == len(run.calibration["temperatures"])
+    assert run.config["draft"]["block_size"] == run.draft_config["block_size"] > 0
     assert run.config_text == (run_folder / "config.yaml").read_text()
     assert run.facts["versions"]["torch"]
     assert run.metrics["val/tau"][-1][0] == max(step for step, _ in run.metrics["val/tau"])
-    assert set(run.decode["modes"]) == {"greedy", "t1.0"}
-    assert set(run.studies) == {path.stem for path in (run_folder / "studies").glob("*.json")} != set()
-    assert set(run.evaluations) == {path.stem for path in (run_folder / "evaluation").glob("*.json")} != set()
+    written = {path.relative_to(run_folder) for path in run_folder.rglob("*.json")}
+    named = [run.decode_path, run.calibration_report_path, *run.evaluation_paths.values()]
+    named += [run.study_path(name) for name in ("acceptance", "threshold_sweep", "online", "simulate")]
+    assert {path.relative_to(run_folder) for path in named} <= written
+    assert set(run.evaluation_paths) == {"suites"}
 
 
 def test_what_a_run_has_not_made_is_empty(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed_everything: 1\n")
     run = Run.existing(tmp_path)
     assert run.config == {"seed_everything": 1}
-    for value in (run.facts, run.metrics, run.decode, run.calibration, run.studies, run.evaluations):
+    for value in (run.facts, run.metrics, run.draft_config, run.evaluation_paths):
         assert value == {}
     assert run.trace("heldout", "greedy") is None
+    assert run.trace_paths == []
     assert run.trained_parameters == run.confidence_shift == 0
     assert not run.finished
 

@@ -132,6 +132,8 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Curve = list[tuple[float, float]]
 """(step, value), in order of steps."""
 
+STS_FILE = "calibration.json"
+"""Confidence scalings in the form that engines read, in a run and beside an exported draft."""
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 """Tensors of an exported draft that training did not make: the target's own, and vocabulary maps."""
 
@@ -152,7 +154,8 @@ def sampling_label(temperature: float, top_k: int = 0, top_p: float = 1.0) -> st
 class Run:
     """One run's folder. Each file is read when it is asked for; what the run has not made is empty.
 
-    A file that is there and cannot be read is a :class:`UserError` that names it.
+    A file that is there and cannot be read is a :class:`UserError` that names it. Results whose types belong to later
+    packages are read by these, from the paths that stand here.
     """
 
     path: Path
@@ -169,8 +172,8 @@ class Run:
         run = cls(path, dtype)
         if not path.is_dir():
             raise UserError(f"run {path} does not exist: no such folder; give the folder that `fit` wrote")
-        files = ("config.yaml", "run.json", "metrics.csv", "decode.json", "draft/config.json")
-        some = (*(path / name for name in files), run.calibration_report_path)
+        files = ("config.yaml", "run.json", "metrics.csv", "draft/config.json")
+        some = (*(path / name for name in files), run.decode_path, run.calibration_report_path)
         folders = ("traces/*.safetensors", "studies/*.json", "evaluation/*.json")
         if not any(file.is_file() for file in some) and not any(any(path.glob(name)) for name in folders):
             raise UserError(f"{path} holds nothing of a run (no config.yaml, metrics.csv, decode.json, …)")
@@ -347,11 +350,6 @@ class Run:
         """File of what calibration found."""
         return self.path / "calibration_report.json"
 
-    @cached_property
-    def calibration(self) -> dict[str, Any]:
-        """``calibration_report.json``."""
-        return _json(self.calibration_report_path)
-
     def trace_path(self, split: str, label: str) -> Path:
         """File of recorded rounds.
 
@@ -386,26 +384,21 @@ class Run:
     @property
     def cost_table_path(self) -> Path:
         """File of the costs that ``profile`` measured."""
-        return self.studies_path / "cost_table.json"
+        return self.study_path("cost_table")
 
-    @cached_property
-    def decode(self) -> dict[str, Any]:
-        """``decode.json``."""
-        return _json(self.path / "decode.json")
+    def study_path(self, name: str) -> Path:
+        """File of a study of recorded rounds, such as ``acceptance``."""
+        return self.studies_path / f"{name}.json"
 
-    @cached_property
-    def studies(self) -> dict[str, dict[str, Any]]:
-        """``studies/*.json`` by name."""
-        return {file.stem: _json(file) for file in sorted(self.studies_path.glob("*.json"))}
+    @property
+    def decode_path(self) -> Path:
+        """File of what ``decode`` measured."""
+        return self.path / "decode.json"
 
-    @cached_property
-    def evaluations(self) -> dict[str, dict[str, Any]]:
-        """``evaluation/*.json`` by name."""
-        return {file.stem: _json(file) for file in sorted((self.path / "evaluation").glob("*.json"))}
-
-
-STS_FILE = "calibration.json"
-"""Confidence scalings in the form that engines read, in a run and beside an exported draft."""
+    @property
+    def evaluation_paths(self) -> dict[str, Path]:
+        """Files of what ``evaluate`` measured, by the evaluation's name."""
+        return {file.stem: file for file in sorted((self.path / "evaluation").glob("*.json"))}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def decode(
         if rule.greedy or len(rules) == 1:
             content["examples"] = examples(found, opened.target.tokenizer, 12)
         print_comparison(found, label, content["modes"][label])
-    (run / "decode.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {run / 'decode.json'}")
+    opened.decode_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {opened.decode_path}")
 
 
 def _policy(opened: Run, text: str, costs: Path | None, batch_size: int) -> tuple[Policy, str]:
