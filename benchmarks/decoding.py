@@ -22,7 +22,7 @@ import torch
 from dspark_train.decoding.policies import causal_lengths
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config
-from dspark_train.run import environment, load_run
+from dspark_train.run import Run, environment
 from dspark_train.studies.profile import RoundCost, time_rounds
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
@@ -74,7 +74,7 @@ def main() -> None:
 
     # outside inference mode: weights made inside it could change unnoticed, and are not packed
     if options.run:
-        opened = load_run(options.run, options.dtype)
+        opened = Run(options.run, options.dtype)
         target, draft = opened.target, opened.draft
     else:
         target = FrozenTarget.load(TargetConfig(name_or_path=options.target, dtype=options.dtype))

@@ -24,7 +24,7 @@ from dspark_train.decoding.draft_pass import DraftPass
 from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.target_pass import TargetPass
-from dspark_train.run import load_run
+from dspark_train.run import Run
 
 DTYPES: tuple[Literal["float32"], Literal["bfloat16"]] = ("float32", "bfloat16")
 CONTEXT = 120
@@ -35,7 +35,7 @@ def measure(run: Path, repetitions: int) -> dict[tuple[str, str], list[float]]:
     cpu = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    pairs = [load_run(run, dtype) for dtype in DTYPES]  # outside inference mode, whose tensors do not pack
+    pairs = [Run(run, dtype).load() for dtype in DTYPES]  # outside inference mode, whose tensors do not pack
     with torch.inference_mode(), ExitStack() as stack:
         work: list[tuple[str, str, Callable[[], Any]]] = []
         for dtype, opened in zip(DTYPES, pairs, strict=True):

@@ -60,7 +60,7 @@ def main() -> None:
     store = run.data.store(run.data.val_split)
     storages: tuple[Storage, ...] = ("exact", "fp8")
     results: dict[str, tuple[Any, ...]] = {}
-    with tempfile.TemporaryDirectory(dir=run.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=run.path) as folder:
         for kind in ("fresh", *storages):
             cache, size, building = None, 0, 0.0
             if kind != "fresh":

@@ -13,12 +13,12 @@ import argparse
 import time
 from pathlib import Path
 
+from dspark_train.calibration.io import read_sts
 from dspark_train.cli.decode import costs_now
-from dspark_train.cli.studies import run_temperatures
 from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.measure import Comparison, divergences, interleave
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
-from dspark_train.run import environment, load_run
+from dspark_train.run import Run, environment
 
 
 def main() -> None:
@@ -32,10 +32,10 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table there as well")
     options = parser.parse_args()
 
-    opened = load_run(options.run, "float32")
+    opened = Run(options.run, "float32")
     prompts = interleave([*opened.data.prompts("heldout"), *opened.data.prompts("calibration")])
     prompts = prompts[: options.prompts]
-    temperatures = run_temperatures(options.run, 0.0, opened.draft.config.block_size)
+    sts = read_sts(opened, "greedy", opened.draft.config.block_size)
     ids = [prompt.ids for prompt in prompts]
     plain = generate(opened.target, None, ids, max_new_tokens=options.tokens)
     lines = [
@@ -61,7 +61,7 @@ def main() -> None:
                 max_new_tokens=options.tokens,
                 policy=policy,
                 batch_size=batch_size,
-                temperatures=temperatures,
+                sts=sts,
             )
             seconds = time.monotonic() - started
             found = Comparison(0.0, prompts, [len(prompts)], [plain], [result])

@@ -20,12 +20,12 @@ from typing import Literal
 import jsonargparse
 import torch
 
-from dspark_train.cli.studies import run_temperatures
+from dspark_train.calibration.io import read_sts
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import Decoder
 from dspark_train.decoding.measure import interleave
 from dspark_train.decoding.policies import FixedLength
-from dspark_train.run import Run, environment, load_run
+from dspark_train.run import Run, environment
 from dspark_train.structures import DecodingTrace
 from dspark_train.studies.profile import CostProfiler
 from dspark_train.studies.simulate import NamedPolicy, simulate_queue, standard_policies
@@ -60,15 +60,15 @@ class Decoding:
         prompts: list[tuple[int, ...]],
         batch_size: int,
         limit: int,
-        temperatures: list[float] | None,
+        sts: list[float] | None,
     ) -> None:
-        self.named, self.batch_size, self.temperatures = named, batch_size, temperatures
+        self.named, self.batch_size, self.sts = named, batch_size, sts
         plain = named.policy is None
         decoder = Decoder(
             opened.target,
             None if plain else opened.draft,
             named.policy,
-            temperatures=None if plain else temperatures,
+            sts=None if plain else sts,
         )
         self.requests = decoder.requests(prompts, limit, None)
         self.waiting = deque(self.requests)
@@ -105,7 +105,7 @@ class Decoding:
         # a first token is its prompt's pass's
         made = sum(len(request.tokens) - 1 for request in self.requests)
         tokens, seconds, rounds = simulate_queue(
-            recorded, costs, self.named.policy, self.batch_size, temperatures=self.temperatures
+            recorded, costs, self.named.policy, self.batch_size, sts=self.sts
         )
         return Row(
             policy=self.named.name,
@@ -124,7 +124,7 @@ def compare(
     batch_size: int,
     limit: int,
     threshold: float,
-    temperatures: list[float] | None,
+    sts: list[float] | None,
     turn: int,
     label: str,
 ) -> list[Row]:
@@ -140,7 +140,7 @@ def compare(
     profiler.sweep(4)
     believed = profiler.table().monotone()
     decodings = [
-        Decoding(opened, named, prompts, batch_size, limit, temperatures)
+        Decoding(opened, named, prompts, batch_size, limit, sts)
         for named in standard_policies(believed, block_size, threshold)
     ]
     profiler.reset()
@@ -182,14 +182,14 @@ def main(
         dtype: of target and draft; left out: the run's.
         markdown: file for the table; left out: none.
     """
-    opened = load_run(run, dtype)
-    temperatures = run_temperatures(run, 0.0, opened.draft.config.block_size)
+    opened = Run(run, dtype)
+    sts = read_sts(opened, "greedy", opened.draft.config.block_size)
     every = [prompt.ids for prompt in interleave(opened.data.prompts("heldout"))]
     rows: list[Row] = []
     for batch_size in batch_sizes:
         chosen = [every[index % len(every)] for index in range(max(prompts, 3 * batch_size))]
         label = f"R={batch_size}"
-        found = compare(opened, chosen, batch_size, max_new_tokens, threshold, temperatures, turn, label)
+        found = compare(opened, chosen, batch_size, max_new_tokens, threshold, sts, turn, label)
         rows += found
         print(*map(line, found), sep="\n", flush=True)
     inside = sum(abs(row.gap) <= 0.1 for row in rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dspark_train.run import Run, environment, load_run
+from dspark_train.run import Run, environment
 
 README = Path(__file__).parent / "README.md"
 
@@ -39,7 +39,7 @@ def run_argument(description: str | None) -> Run:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="folder of a finished run")
-    run = load_run(parser.parse_args().run)
+    run = Run(parser.parse_args().run).load()
     run.data.setup("validate")
     return run
 

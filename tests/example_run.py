@@ -13,8 +13,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from dspark_train.calibration.report import calibrate_traces
-from dspark_train.calibration.report import write_report as write_calibration
+from dspark_train.calibration.fit import calibrate_traces
+from dspark_train.calibration.fit import write_report as write_calibration
 from dspark_train.structures import DecodingTrace
 from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
 

@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
-from dspark_train.calibration.bias import fit_shift
-from dspark_train.calibration.report import calibrate_traces, choose_shift, reached_slots, shifted
+from dspark_train.calibration.bias import fit_shift, shifted
+from dspark_train.calibration.fit import calibrate_traces, choose_shift
+from dspark_train.calibration.selection import reached_slots
 
 
 def found(trace):

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from dspark_train.calibration.io import Calibration
+from dspark_train.calibration.io import Calibration, read_sts
 from dspark_train.errors import UserError
+from dspark_train.run import Run
 
 GOOD = {
     "temperatures": [1.5, 2.0],
@@ -67,3 +68,17 @@ def test_missing_file_and_bad_json(tmp_path):
     (tmp_path / "calibration.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         Calibration.load(tmp_path / "calibration.json")
+
+
+def test_scalings_are_those_of_this_sampling_or_none(tmp_path):
+    """The file for engines holds those of the first sampling that was calibrated: it is nobody else's."""
+    run, said = Run(tmp_path), []
+    Calibration((1.5, 2.0), "chat", 10, 0.1, 0.01).save(run.sts_path())
+    Calibration((1.5, 2.0), "chat", 10, 0.1, 0.01).save(run.sts_path("greedy"))
+    assert read_sts(run, "greedy", 2, said.append) == [1.5, 2.0]
+    assert said == []
+    assert read_sts(run, "t1.0", 2, said.append) is None
+    assert len(said) == 1
+    assert "not calibrated for t1.0, so its confidences stay raw" in said[0]
+    with pytest.raises(UserError, match="2 temperatures, the draft has 7"):
+        read_sts(run, "greedy", 7)

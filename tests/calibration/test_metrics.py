@@ -5,9 +5,6 @@ from hypothesis import strategies as st
 from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
 
 from dspark_train.calibration.metrics import (
-    BrierScore,
-    CalibrationError,
-    RocAuc,
     brier_score,
     expected_calibration_error,
     reliability_bins,
@@ -77,34 +74,6 @@ def test_agrees_with_torchmetrics():
         torch.testing.assert_close(
             roc_auc(p, y, seen)[column].float(), binary_auroc(*args), atol=1e-6, rtol=0
         )
-
-
-@pytest.mark.parametrize(
-    ("metric", "function", "tolerance"),
-    # the histogram of 4096 bins ties at most pairs that are closer than 1/4096
-    [
-        (CalibrationError, expected_calibration_error, 1e-12),
-        (BrierScore, brier_score, 1e-12),
-        (RocAuc, roc_auc, 5e-4),
-    ],
-)
-def test_streaming_in_uneven_batches_equals_the_whole(metric, function, tolerance):
-    p, y, seen = random_rounds(1)
-    streamed = metric(3)
-    for start, stop in ((0, 7), (7, 8), (8, 8), (8, 400)):
-        streamed.update(p[start:stop], y[start:stop], seen[start:stop])
-    torch.testing.assert_close(streamed.compute(), function(p, y, seen), atol=tolerance, rtol=0)
-    streamed.reset()
-    streamed.update(p[:50], y[:50])
-    torch.testing.assert_close(streamed.compute(), function(p[:50], y[:50]), atol=10 * tolerance, rtol=0)
-
-
-def test_memory_of_the_metrics_does_not_grow():
-    metric = RocAuc(3)
-    before = [(name, value.shape) for name, value in metric.metric_state.items()]
-    for seed in range(3):
-        metric.update(*random_rounds(seed))
-    assert [(name, value.shape) for name, value in metric.metric_state.items()] == before
 
 
 def test_soft_outcomes():

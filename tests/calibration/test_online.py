@@ -1,11 +1,9 @@
-import math
-
 import pytest
 import torch
 
-from dspark_train.calibration.online import OnlineTemperatures, OnlineThreshold
-from dspark_train.calibration.report import DecodingTrace, measure_reliability
-from dspark_train.calibration.temperature import fit_temperatures
+from dspark_train.calibration.online import OnlineSts
+from dspark_train.calibration.reliability import measure_reliability
+from dspark_train.calibration.sts import fit_sts
 from dspark_train.errors import UserError
 
 CODE = {"temperatures": [2.0] * 5, "centre": 1.5}
@@ -18,8 +16,8 @@ def feed(online, rounds):
 
 def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
     past = trace(8000, seed=0, **CODE)
-    frozen = fit_temperatures(past.confidence_logits, past.prefix_accepted, past.observed)
-    online = OnlineTemperatures(frozen.tolist(), window=1024)
+    frozen = fit_sts(past.confidence_logits, past.prefix_accepted, past.observed)
+    online = OnlineSts(frozen.tolist(), window=1024)
     traffic = [trace(200, seed=10 + step, **(CODE if step < 15 else CHAT)) for step in range(50)]
     errors = {"code": [], "chat": []}
     for step, rounds in enumerate(traffic):
@@ -27,7 +25,7 @@ def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
             # on a large sample of the same traffic, so that the error of a small one is not measured instead
             fresh = trace(4000, seed=1000 + step, **(CODE if step < 15 else CHAT))
             pair = (
-                measure_reliability(fresh, online.temperatures.tolist()),
+                measure_reliability(fresh, online.sts.tolist()),
                 measure_reliability(fresh, frozen.tolist()),
             )
             errors["code" if step < 15 else "chat"].append([side.mean_ece for side in pair])
@@ -41,7 +39,7 @@ def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
 
 
 def test_memory_is_bounded_and_holds_the_last_rounds(trace):
-    online = OnlineTemperatures([1.0] * 5, window=100, refit_every=10)
+    online = OnlineSts([1.0] * 5, window=100, refit_every=10)
     shapes = [value.shape for value in vars(online).values() if isinstance(value, torch.Tensor)]
     rounds = trace(730, seed=1, **CODE)
     for start in range(0, 730, 73):
@@ -54,80 +52,32 @@ def test_memory_is_bounded_and_holds_the_last_rounds(trace):
 
 def test_more_rounds_at_once_than_the_window_holds(trace):
     rounds = trace(500, seed=2, **CODE)
-    whole, tail = OnlineTemperatures([1.0] * 5, window=100), OnlineTemperatures([1.0] * 5, window=100)
+    whole, tail = OnlineSts([1.0] * 5, window=100), OnlineSts([1.0] * 5, window=100)
     feed(whole, rounds)
     tail.update(rounds.confidence_logits[-100:], rounds.verify_length[-100:], rounds.accepted[-100:])
-    torch.testing.assert_close(whole.temperatures, tail.temperatures)
+    torch.testing.assert_close(whole.sts, tail.sts)
 
 
 def test_unverified_slots_teach_nothing(trace):
     """The first slot alone is verified: the other temperatures must stay."""
     rounds = trace(2000, seed=3, **CODE)
     one = torch.ones_like(rounds.verify_length)
-    online = OnlineTemperatures([1.0] * 5, window=2000)
+    online = OnlineSts([1.0] * 5, window=2000)
     online.update(rounds.confidence_logits, one, rounds.accepted.minimum(one))
-    assert online.temperatures[0] > 1.7
+    assert online.sts[0] > 1.7
     # expected is σ at the start, but running starts from a fitted first slot: later ones may only follow that
-    assert ((online.temperatures[1:] > 0.5) & (online.temperatures[1:] < 2)).all()
+    assert ((online.sts[1:] > 0.5) & (online.sts[1:] < 2)).all()
 
 
 def test_few_rounds_change_little(trace):
     rounds = trace(20, seed=4, **CODE)
-    online = OnlineTemperatures([1.0] * 5, refit_every=1, prior_rounds=2000)
+    online = OnlineSts([1.0] * 5, refit_every=1, prior_rounds=2000)
     feed(online, rounds)
-    assert ((online.temperatures > 0.8) & (online.temperatures < 1.25)).all()
+    assert ((online.sts > 0.8) & (online.sts < 1.25)).all()
 
 
 def test_bad_settings():
     with pytest.raises(UserError, match="window"):
-        OnlineTemperatures([1.0], window=0)
+        OnlineSts([1.0], window=0)
     with pytest.raises(UserError, match="above 0"):
-        OnlineTemperatures([0.0])
-    with pytest.raises(UserError, match="wanted"):
-        OnlineThreshold(0.5, wanted=1.5)
-
-
-def verify(rounds: DecodingTrace, threshold: float):
-    kept = (rounds.confidence_logits.sigmoid() >= threshold).long().cumprod(1).sum(1)
-    return kept, rounds.accepted.minimum(kept)
-
-
-def test_threshold_keeps_the_wanted_share_through_a_drift(trace):
-    online = OnlineThreshold(0.6, wanted=0.85)
-    shares = {}
-    for phase, (kind, seed) in {"code": (CODE, 100), "chat": (CHAT, 200)}.items():
-        counts = torch.zeros(2)
-        for step in range(100):
-            verified, accepted = verify(trace(100, seed=seed + step, **kind), online.threshold)
-            online.update(verified, accepted)
-            if step >= 50:
-                counts += torch.tensor([float(accepted.sum()), float(verified.sum())])
-        shares[phase] = float(counts[0] / counts[1])
-    assert shares["code"] == pytest.approx(0.85, abs=0.02)
-    assert shares["chat"] == pytest.approx(0.85, abs=0.02)
-
-
-def logit(threshold):
-    return math.log(threshold / (1 - threshold))
-
-
-def test_threshold_by_hand():
-    online = OnlineThreshold(0.5, wanted=0.8, rate=0.01)
-    online.update(torch.tensor([4, 6]), torch.tensor([2, 4]))  # 6 of 10 accepted
-    assert logit(online.threshold) == pytest.approx(0.01 * 2 * 0.2)
-    online.update(torch.tensor([10, 0]), torch.tensor([10, 0]))
-    assert online.threshold == pytest.approx(0.5)
-
-
-def test_threshold_that_verifies_nothing_comes_down():
-    online = OnlineThreshold(0.9, wanted=0.8, rate=0.01)
-    online.update(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
-    assert logit(online.threshold) == pytest.approx(logit(0.9) - 0.01 * 4 * 0.2)
-
-
-def test_threshold_stays_inside_its_limits():
-    online = OnlineThreshold(0.9, wanted=0.8, rate=100.0)
-    online.update(torch.tensor([10]), torch.tensor([0]))
-    assert online.threshold == pytest.approx(0.99)
-    online.update(torch.tensor([10]), torch.tensor([10]))
-    assert online.threshold == pytest.approx(0.01)
+        OnlineSts([0.0])

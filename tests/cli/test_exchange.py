@@ -14,7 +14,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dspark_train.calibration.report import calibrate_traces, write_report
+from dspark_train.calibration.fit import calibrate_traces, write_report
 from dspark_train.cli.commands import run as command_line
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -22,6 +22,7 @@ from dspark_train.evaluation.records import Record
 from dspark_train.evaluation.summary import Bootstrap, summarise
 from dspark_train.interchange.temperature import fit_single, single_temperature
 from dspark_train.report.redaction import redact
+from dspark_train.run import Run
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
 
@@ -81,7 +82,8 @@ def run(
     fit.save(folder / "traces" / "calibration_greedy.safetensors")
     heldout.save(folder / "traces" / "heldout_greedy.safetensors")
     result = calibrate_traces(fit, heldout)
-    result.calibration("chats").save(folder / "calibration.json")
+    for name in ("calibration.json", "calibration_greedy.json"):
+        result.calibration("chats").save(folder / name)
     write_report(folder / "calibration_report.json", [result])
     return folder
 
@@ -183,7 +185,7 @@ def test_one_temperature_is_folded_and_its_cost_is_said(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command_line(["export", str(run), "--fold_temperature", "true", "--output", str(run / "folded")])
-    printed, cost = capsys.readouterr().out, single_temperature(run)
+    printed, cost = capsys.readouterr().out, single_temperature(Run(run))
     assert cost.temperature == pytest.approx(3.0, rel=0.25)
     assert cost.ece_single < cost.ece_raw / 2
     assert cost.sentence() in printed

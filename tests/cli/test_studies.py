@@ -5,14 +5,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark_train.calibration.io import Calibration
-from dspark_train.calibration.report import shifted
+from dspark_train.calibration.bias import shifted
+from dspark_train.calibration.io import Calibration, read_sts
 from dspark_train.cli.calibrate import calibrate
-from dspark_train.cli.studies import run_temperatures, simulate, studies
+from dspark_train.cli.studies import simulate, studies
 from dspark_train.decoding.cost import CostTable
+from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.errors import UserError
+from dspark_train.run import Run
 from dspark_train.structures import DecodingTrace
-from dspark_train.studies.record import RecordedRounds, Recording
+from dspark_train.studies.record import Recording, recorded_rounds
 
 GAMMA = 3
 
@@ -122,14 +124,15 @@ def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
 
 def test_studies_write_tables_and_plots(run, capsys):
     studies(run)
-    assert run_temperatures(run, 0.0, GAMMA) is None
+    assert read_sts(Run(run), "greedy", GAMMA) is None
+    assert "run: not calibrated for greedy, so its confidences stay raw" in capsys.readouterr().out
     raw = read(run / "studies" / "threshold_sweep.json")
     assert raw["temperatures"] is None
     assert list(raw["groups"]) == ["all", "chat", "math"]
     calibrate(run)
     studies(run)
     sweep = read(run / "studies" / "threshold_sweep.json")
-    assert sweep["temperatures"] == run_temperatures(run, 0.0, GAMMA) != None  # noqa: E711
+    assert sweep["temperatures"] == read_sts(Run(run), "greedy", GAMMA) != None  # noqa: E711
     points = sweep["groups"]["all"]
     assert points[0]["threshold"] == 0
     assert points[-1]["acceptance_rate"] > points[0]["acceptance_rate"] + 0.2
@@ -137,6 +140,10 @@ def test_studies_write_tables_and_plots(run, capsys):
     assert len(acceptance["conditional"]) == GAMMA
     reliability = read(run / "studies" / "reliability.json")
     assert reliability["mean_ece_after"] < reliability["mean_ece_before"]
+    assert not (run / "studies" / "online_threshold.json").exists()
+    studies(run, wanted=0.8)
+    moving = read(run / "studies" / "online_threshold.json")
+    assert (moving["wanted"], moving["points"][-1]["rounds"]) == (0.8, 1200)
     drift = read(run / "studies" / "online.json")
     assert {drift["first"], drift["second"]} == {"chat", "math"}
     assert drift["points"][-1]["rounds"] == 1200
@@ -145,14 +152,16 @@ def test_studies_write_tables_and_plots(run, capsys):
     assert "Threshold sweep" in capsys.readouterr().out
 
 
-def test_simulate_writes_a_table_and_a_plot(run, capsys):
+def test_simulate_writes_a_table_and_a_plot(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # eight policies side by side
     cost_table(run)
-    simulate(run, requests=(1, 4, 32))
+    simulate(run, requests=(1, 4, 32), policies=("online:0.8", "scheduled+online"))
     content = read(run / "studies" / "simulate.json")
     assert content["context"] == 64
     assert content["measured_rows"] == 128
     assert list(content["policies"]) == [
         "plain", "one draft token", "fixed 3", "threshold 0.5", "scheduled", "asynchronous",
+        "online:0.8", "scheduled+online",
     ]  # fmt: skip
     assert [point["requests"] for point in content["policies"]["plain"]] == [1, 4, 32]
     assert content["policies"]["plain"][0]["throughput"] == pytest.approx(100)
@@ -182,16 +191,44 @@ def test_bad_options(run, call, message):
         call(run)
 
 
-def test_recorded_rounds_are_reused_and_missing_ones_are_decoded(run, monkeypatch, capsys):
-    rounds = RecordedRounds(run, Recording())
-    monkeypatch.setattr(rounds, "_open", lambda: pytest.fail("models were loaded for rounds that exist"))
-    assert len(rounds.trace("heldout", 0.0).request) == 1200
+def test_recorded_rounds_are_reused_and_missing_ones_are_decoded(run, capsys):
+    """The run holds no draft: decoding it is refused, so what is returned was not decoded."""
+    opened, greedy = Run(run), SamplingRule()
+    assert len(recorded_rounds(opened, "heldout", greedy, Recording()).request) == 1200
     assert "heldout: 1200 rounds of" in capsys.readouterr().out
-    rounds.path("heldout", 0.0).unlink()
-    monkeypatch.setattr(rounds, "_open", lambda: (_ for _ in ()).throw(KeyError("opened")))
-    with pytest.raises(KeyError, match="opened"):
-        rounds.trace("heldout", 0.0)
-    again = RecordedRounds(run, Recording(), refresh=True)
-    monkeypatch.setattr(again, "_open", lambda: (_ for _ in ()).throw(KeyError("opened")))
-    with pytest.raises(KeyError, match="opened"):
-        again.trace("calibration", 0.0)
+    opened.trace_path("heldout", "greedy").unlink()
+    (run / "config.yaml").write_text(
+        "{data: {path: x}, draft: {block_size: 3}, objective: {decay: 1}, seed_everything: 0}"
+    )
+    with pytest.raises(UserError, match="no exported draft"):
+        recorded_rounds(Run(run), "heldout", greedy, Recording())
+    with pytest.raises(UserError, match="no exported draft"):
+        recorded_rounds(Run(run), "calibration", greedy, Recording(refresh=True))
+
+
+def test_rounds_and_scalings_of_one_sampling_are_never_taken_for_another(run, capsys):
+    """Temperature 1 cut to the 20 best tokens is another way of sampling than temperature 1."""
+    calibrate(run)
+    cut = SamplingRule(1.0, top_k=20)
+    recorded = trace(9, sampling=1.0)
+    for split in ("calibration", "heldout"):
+        recorded.save(run / "traces" / f"{split}_t1.0_k20.safetensors")
+    capsys.readouterr()
+    studies(run, temperature=1.0, top_k=20)
+    assert read(run / "studies" / "threshold_sweep.json")["temperatures"] is None
+    assert "run: not calibrated for t1.0_k20" in capsys.readouterr().out
+    before = read(run / "calibration_t1.0.json")
+    calibrate(run, temperatures=(1.0,), top_k=20)
+    assert read(run / "calibration_t1.0.json") == before
+    assert (
+        read(run / "calibration_t1.0_k20.json")["dataset"]
+        == "conversations.jsonl, calibration split, t1.0_k20"
+    )
+    assert read(run / "calibration_report.json")["sampling"] == "t1.0_k20"
+    studies(run, temperature=1.0, top_k=20)
+    fitted = read(run / "studies" / "threshold_sweep.json")["temperatures"]
+    assert (
+        fitted
+        == read_sts(Run(run), cut.label, GAMMA)
+        == read(run / "calibration_t1.0_k20.json")["temperatures"]
+    )

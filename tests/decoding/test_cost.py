@@ -122,11 +122,6 @@ def test_a_draft_that_draws_less_costs_less():
     )
 
 
-def test_falls_are_found_only_beyond_the_spread():
-    assert table((1, 2, 4), (1.0, 2.0, 1.0)).falls() == [(2, 4)]
-    assert table((1, 2, 4), (1.0, 2.0, 1.9)).falls() == []
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12))
 def test_monotone_is_a_projection(values):

@@ -11,10 +11,17 @@ import torch
 from tiny_models import FAMILIES, tiny_draft, tiny_target
 from torch import Tensor
 
-from dspark_train.calibration.online import OnlineTemperatures
+from dspark_train.calibration.online import OnlineSts
 from dspark_train.decoding.decoder import ActiveRun, Decoder, GenerationResult, generate
 from dspark_train.decoding.draft_pass import Proposal
-from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
+from dspark_train.decoding.policies import (
+    FixedLength,
+    Policy,
+    Scheduled,
+    ScheduledAsync,
+    Threshold,
+    parse_policy,
+)
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 
@@ -179,25 +186,36 @@ def test_a_reduced_draft_vocabulary(policy: str) -> None:
         stop_token_ids=[STOP],
         policy=POLICIES[policy],
         batch_size=3,
-        temperatures=[0.5, 1.0, 2.0, 3.0],
+        sts=[0.5, 1.0, 2.0, 3.0],
     )
     assert result.tokens == answers
     proposed = result.trace.proposed[result.trace.proposed >= 0]
     assert bool((proposed % 3 == 2).all())
 
 
-def test_online_temperatures_follow_and_change_no_token() -> None:
+def test_online_scalings_follow_and_change_no_token() -> None:
     prompts, limits, answers = case("llama")
-    online = OnlineTemperatures([1.0] * 4, window=64, refit_every=8)
+    online = OnlineSts([1.0] * 4, window=64, refit_every=8)
     settings: dict[str, Any] = {"policy": Threshold(0.3), "stop_token_ids": [STOP], "batch_size": 3}
     draft = tiny_draft(target_of("llama"))
-    result = generate(
-        target_of("llama"), draft, prompts, max_new_tokens=limits, temperatures=online, **settings
-    )
+    result = generate(target_of("llama"), draft, prompts, max_new_tokens=limits, sts=online, **settings)
     assert result.tokens == answers
-    assert online.temperatures.tolist() != [1.0] * 4
+    assert online.sts.tolist() != [1.0] * 4
     with pytest.raises(UserError, match="whole blocks"):
-        generate(target_of("llama"), draft, [[4]], temperatures=online, policy=FixedLength(2))
+        generate(target_of("llama"), draft, [[4]], sts=online, policy=FixedLength(2))
+
+
+@pytest.mark.parametrize("policy", ["online:0.8", "threshold:0.3+online", "online:0.8+online"])
+def test_online_policies_change_no_token(policy: str) -> None:
+    """What they learn reaches the next rounds, and the next requests of the same decoder, but no token."""
+    prompts, limits, answers = case("llama")
+    decoder = Decoder(target_of("llama"), tiny_draft(target_of("llama")), parse_policy(policy))
+    lengths = []
+    for _ in range(2):
+        result = decoder.run(decoder.requests(prompts, limits, [STOP]), batch_size=3)
+        assert result.tokens == answers
+        lengths.append(result.trace.verify_length.tolist())
+    assert lengths[0] != lengths[1]
 
 
 def test_requests_join_and_leave_without_touching_each_other() -> None:
@@ -247,7 +265,7 @@ def test_what_the_decoder_refuses() -> None:
         ("batch_size 0", lambda: generate(target, None, [[4]], batch_size=0)),
         ("confidence head", lambda: generate(target, draft, [[4]], policy=Threshold(0.5))),
         ("tapped layers", lambda: generate(other, draft, [[4]])),
-        ("block size of 4", lambda: generate(target, draft, [[4]], temperatures=[1.0])),
+        ("block size of 4", lambda: generate(target, draft, [[4]], sts=[1.0])),
     ]
     for message, call in cases:
         with pytest.raises(UserError, match=message):

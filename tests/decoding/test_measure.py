@@ -27,6 +27,7 @@ from dspark_train.decoding.measure import (
     pieces,
     to_json,
 )
+from dspark_train.decoding.policies import OnlineThreshold
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.timing import Timings
 from dspark_train.errors import UserError
@@ -47,6 +48,15 @@ def test_speedup_by_hand() -> None:
     found.speculative = [result_of(1.0, [[1] * 10]), result_of(2.0, [[1] * 20])]
     assert found.speedup == pytest.approx(2.0)
     assert found.interval() == pytest.approx((2.0, 2.0))
+
+
+def test_every_comparison_begins_with_a_policy_that_has_learnt_nothing() -> None:
+    target, policy = tiny_target(), OnlineThreshold(0.99)
+    for _ in range(2):
+        settings = Settings(max_new_tokens=12, batch_size=2, policy=policy)
+        found = compare(target, tiny_draft(target), PROMPTS, SamplingRule(), settings)
+        assert len(found.trace.request) > 4
+        assert policy.threshold == pytest.approx(0.5)
 
 
 def test_comparison_of_a_tiny_pair() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_traces import make_trace
 from torch import Tensor
 
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.policies import (
     FixedLength,
+    FollowingSts,
     OneBlock,
+    OnlineThreshold,
     Scheduled,
     ScheduledAsync,
     Threshold,
@@ -25,6 +29,7 @@ from dspark_train.decoding.policies import (
     top_lengths,
 )
 from dspark_train.errors import UserError
+from dspark_train.structures import DecodingTrace
 
 MANY = settings(max_examples=60, deadline=None)
 
@@ -260,3 +265,81 @@ def test_a_step_in_the_costs_does_not_stop_the_scheduler() -> None:
     )  # fmt: skip
     confidence = torch.tensor([[0.5, 0.5, 0.9, 0.9, 0.9]])
     assert Scheduled(costs).start()(confidence).tolist() == [5]
+
+
+# -- online policies ------------------------------------------------------------------------------------------
+
+CODE = {"temperatures": [2.0] * 5, "centre": 1.5}
+CHAT = {"temperatures": [0.8] * 5, "centre": 0.3}
+
+
+def verify(rounds: DecodingTrace, policy: OnlineThreshold):
+    kept = policy.start()(rounds.confidence_logits.sigmoid())
+    return kept, rounds.accepted.minimum(kept)
+
+
+def test_threshold_keeps_the_wanted_share_through_a_drift() -> None:
+    online = OnlineThreshold(0.85, 0.6)
+    shares = {}
+    for phase, (kind, seed) in {"code": (CODE, 100), "chat": (CHAT, 200)}.items():
+        counts = torch.zeros(2)
+        for step in range(100):
+            verified, accepted = verify(make_trace(100, seed=seed + step, **kind), online)
+            online.update(verified, accepted)
+            if step >= 50:
+                counts += torch.tensor([float(accepted.sum()), float(verified.sum())])
+        shares[phase] = float(counts[0] / counts[1])
+    assert shares["code"] == pytest.approx(0.85, abs=0.02)
+    assert shares["chat"] == pytest.approx(0.85, abs=0.02)
+
+
+def logit(threshold):
+    return math.log(threshold / (1 - threshold))
+
+
+def test_threshold_by_hand():
+    online = OnlineThreshold(0.8, rate=0.01)
+    online.update(torch.tensor([4, 6]), torch.tensor([2, 4]))  # 6 of 10 accepted
+    assert logit(online.threshold) == pytest.approx(0.01 * 2 * 0.2)
+    online.update(torch.tensor([10, 0]), torch.tensor([10, 0]))
+    assert online.threshold == pytest.approx(0.5)
+
+
+def test_threshold_that_verifies_nothing_comes_down():
+    online = OnlineThreshold(0.8, 0.9, rate=0.01)
+    online.update(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+    assert logit(online.threshold) == pytest.approx(logit(0.9) - 0.01 * 4 * 0.2)
+
+
+def test_threshold_stays_inside_its_limits():
+    online = OnlineThreshold(0.8, 0.9, rate=100.0)
+    online.update(torch.tensor([10]), torch.tensor([0]))
+    assert online.threshold == pytest.approx(0.99)
+    online.update(torch.tensor([10]), torch.tensor([10]))
+    assert online.threshold == pytest.approx(0.01)
+
+
+def test_bad_settings_of_an_online_threshold():
+    with pytest.raises(UserError, match="wanted"):
+        OnlineThreshold(1.5)
+
+
+def test_online_policies_as_the_command_line_writes_them() -> None:
+    table = CostTable(8, (1, 2), (0.1, 0.2), (0.1, 0.2), (0.1, 0.2))
+    online = parse_policy("online:0.8")
+    assert isinstance(online, OnlineThreshold)
+    assert (online.wanted, online.threshold) == (0.8, pytest.approx(0.5))
+    following = parse_policy("scheduled+online", table)
+    assert isinstance(following, FollowingSts)
+    assert isinstance(following.policy, Scheduled)
+    both = parse_policy("online:0.8+online")
+    assert isinstance(both, FollowingSts)
+    assert both.learns
+    both.update(torch.tensor([4]), torch.tensor([1]))
+    assert isinstance(both.policy, OnlineThreshold)
+    assert both.policy.threshold > 0.5
+    with pytest.raises(UserError, match="reads no confidences"):
+        parse_policy("fixed+online")
+    for wrong in ("online", "online:2", "online:x", "+online", "threshold:0.5+offline"):
+        with pytest.raises(UserError):
+            parse_policy(wrong, table)

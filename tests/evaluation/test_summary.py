@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_train.calibration.report import measure_reliability
+from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.errors import UserError
 from dspark_train.evaluation.records import Record, RecordFile, count_trace
 from dspark_train.evaluation.summary import Bootstrap, summarise

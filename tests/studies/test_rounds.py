@@ -42,7 +42,7 @@ def test_json_leaves_out_thresholds_that_verify_nothing():
 
 
 def test_sweep_uses_the_temperatures():
-    flat = threshold_sweep(by_hand(), temperatures=[100.0] * 3, thresholds=[0.6])[0]
+    flat = threshold_sweep(by_hand(), sts=[100.0] * 3, thresholds=[0.6])[0]
     assert flat.verified_per_round == [0]
 
 

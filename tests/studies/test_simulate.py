@@ -8,7 +8,7 @@ from tiny_models import tiny_draft, tiny_target
 
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import generate
-from dspark_train.decoding.policies import FixedLength, Scheduled, Threshold
+from dspark_train.decoding.policies import FixedLength, Scheduled, Threshold, parse_policy
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 from dspark_train.studies.simulate import (
@@ -153,9 +153,26 @@ def test_the_scheduler_gives_up_verification_as_load_grows_and_never_loses_to_it
     assert budgets[0] > budgets[-1] + 0.5
 
 
+def test_online_policies_follow_the_record_and_every_point_begins_anew():
+    """A threshold that wants four of five verified tokens accepted gets them; overconfident scalings are mended."""
+    wanted = NamedPolicy("online:0.8", parse_policy("online:0.8"))
+    first, again = (simulate_point(record(), linear(), wanted, 16, steps=2000) for _ in range(2))
+    assert first == again
+    assert first.acceptance_rate == pytest.approx(0.8, abs=0.03)
+    overconfident = [0.25] * GAMMA
+    frozen, followed = (
+        simulate_point(record(), linear(), NamedPolicy(name, parse_policy(name)), 16, sts=overconfident)
+        for name in ("threshold:0.7", "threshold:0.7+online")
+    )
+    honest = simulate_point(record(), linear(), NamedPolicy("honest", parse_policy("threshold:0.7")), 16)
+    assert frozen.verified_per_request > honest.verified_per_request + 0.1
+    gap = abs(followed.verified_per_request - honest.verified_per_request)
+    assert gap < 0.5 * (frozen.verified_per_request - honest.verified_per_request)
+
+
 def test_temperatures_reach_the_policy():
     policy = NamedPolicy("threshold", Threshold(0.6))
-    flat = simulate_point(record(), linear(), policy, 4, temperatures=[1000.0] * GAMMA)
+    flat = simulate_point(record(), linear(), policy, 4, sts=[1000.0] * GAMMA)
     assert flat.verified_per_request == 0
     assert flat.tau == 1
     assert flat.acceptance_rate is None

@@ -8,9 +8,18 @@ engine decodes with it.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from dspark_train.structures import DecodingTrace
+
+if TYPE_CHECKING:
+    from dspark_train.run import Run
+
+_BIAS = "confidence_head.proj.bias"
 PRIOR = 1.0
 """Observations' worth of belief that the confidences are right as they are, so that few rounds move little."""
 
@@ -47,3 +56,43 @@ def fit_shift(confidence_logits: Tensor, prefix_accepted: Tensor, reached: Tenso
             break
     scale, offset = found.tolist()
     return offset / scale if scale > 1 / 16 else 0.0
+
+
+def shifted(trace: DecodingTrace, shift: float) -> DecodingTrace:
+    """The rounds of a draft whose confidence head has ``shift`` added to its bias."""
+    return dataclasses.replace(trace, confidence_logits=trace.confidence_logits + shift)
+
+
+def storable_shift(run: Run, shift: float) -> float:
+    """The shift nearest to ``shift`` that the dtype of a run's draft can hold.
+
+    The present one where the run holds rounds but no draft.
+    """
+    from safetensors import safe_open
+
+    if not run.draft_weights_path.is_file():
+        return run.confidence_shift
+    with safe_open(run.draft_weights_path, framework="pt") as file:
+        bias: Tensor = file.get_tensor(_BIAS)
+    return run.confidence_shift + float(_moved(bias, shift - run.confidence_shift).double() - bias.double())
+
+
+def move_bias(run: Run, shift: float) -> None:
+    """Give a run's draft, and every recorded round, the bias that is ``shift`` from the trained one."""
+    from safetensors.torch import load_file, save_file
+
+    change = shift - run.confidence_shift
+    if not change:
+        return
+    tensors = load_file(run.draft_weights_path)
+    tensors[_BIAS] = _moved(tensors[_BIAS], change)
+    aside = run.draft_weights_path.with_suffix(".tmp")
+    save_file(tensors, str(aside), metadata={"format": "pt"})
+    aside.replace(run.draft_weights_path)
+    for path in run.trace_paths:
+        shifted(DecodingTrace.load(path), change).save(path)
+    run.update(confidence_shift=shift)
+
+
+def _moved(bias: Tensor, change: float) -> Tensor:
+    return (bias.double() + change).to(bias.dtype)

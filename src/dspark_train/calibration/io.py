@@ -1,4 +1,4 @@
-"""``calibration.json``: the temperatures, in the form that SGLang reads.
+"""Scalings of the confidences as they are kept: in the form that SGLang reads.
 
 Its option ``--speculative-dspark-confidence-sts-path`` takes this file and applies ``sigmoid(logit / T_k)``.
 """
@@ -9,15 +9,17 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_train.errors import UserError
+from dspark_train.run import Run
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The content of ``calibration.json``."""
+    """The content of a file of scalings."""
 
     temperatures: tuple[float, ...]
     """``T_1..T_γ``, each > 0."""
@@ -100,6 +102,30 @@ class Calibration:
                 "calibrate it with `dspark-train calibrate RUN`"
             )
         return loaded
+
+
+def read_sts(
+    run: Run, sampling: str, block_size: int, say: Callable[[str], None] = print
+) -> list[float] | None:
+    """Scalings of a run's confidences for one way of sampling; those of another way are never taken instead.
+
+    Args:
+        run: whose.
+        sampling: how it is sampled (``sampling_label``).
+        block_size: γ of the draft.
+        say: told where none were fitted for this sampling.
+
+    Returns:
+        ``[γ]``; None leaves the confidences raw.
+
+    Raises:
+        UserError: the file is damaged, or was fitted for another block size.
+    """
+    path = run.sts_path(sampling)
+    if path.is_file():
+        return list(Calibration.load(path, block_size).temperatures)
+    say(f"{run.name}: not calibrated for {sampling}, so its confidences stay raw (`calibrate` fits them)")
+    return None
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The ``calibrate`` command: temperatures of a run's confidences, fitted and judged on real decoding rounds."""
+"""The ``calibrate`` command: scalings of a run's confidences, fitted and judged on real decoding rounds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Literal
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
-    from dspark_train.calibration.report import CalibrationResult
+    from dspark_train.calibration.fit import CalibrationResult
 
 
 def calibrate(
     run: Path,
     temperatures: tuple[float, ...] = (0.0, 1.0),
+    top_k: int = 0,
+    top_p: float = 1.0,
     prompts: int = 64,
     max_new_tokens: int = 128,
     batch_size: int = 8,
@@ -22,17 +24,19 @@ def calibrate(
     seed: int = 0,
     dtype: Literal["auto", "bfloat16", "float32"] | None = None,
 ) -> None:
-    """Fit the confidence head's bias and one temperature per draft position, so that confidences mean what they say.
+    """Fit the confidence head's bias and one scaling per draft position, so that confidences mean what they say.
 
     Decodes prompts of the calibration split (to fit) and of the held-out split (to judge), or reuses the rounds
     that the run already holds. The bias goes into the run's draft; drafts exported before keep theirs, so export
-    again. Writes calibration.json for the first sampling temperature,
-    calibration_LABEL.json for each, calibration_report.json, and reliability diagrams.
+    again. Writes calibration.json for the first way of sampling, calibration_LABEL.json for each,
+    calibration_report.json, and reliability diagrams.
 
     Args:
         run: folder of a finished run.
-        temperatures: sampling temperatures; 0 is greedy. Each has its own calibration; calibration.json holds
-            that of the first.
+        temperatures: sampling temperatures; 0 is greedy. Each has its own calibration, which is used for decoding in
+            the same way only; calibration.json holds that of the first.
+        top_k: tokens kept by sampling; 0 keeps all.
+        top_p: nucleus kept by sampling; 1 keeps all.
         prompts: prompts of each split to decode at most.
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
@@ -42,44 +46,40 @@ def calibrate(
         dtype: of target and draft. Left out: float32 on a CPU, else the run's. A CPU that computes in bfloat16 is
             faster in it with many requests at once.
     """
-    from dspark_train.calibration.report import (
-        calibrate_traces,
-        choose_shift,
-        shifted,
-        trace_label,
-        write_report,
-    )
+    from dspark_train.calibration.bias import move_bias, shifted, storable_shift
+    from dspark_train.calibration.fit import calibrate_traces, choose_shift, write_report
+    from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.calibration_plots import plot_reliability
-    from dspark_train.studies.confidence_shift import ShiftedRun
-    from dspark_train.studies.record import RecordedRounds, Recording
+    from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
 
     if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
         raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size, seed, dtype), refresh=refresh)
-    (run / "plots").mkdir(exist_ok=True)
-    draft = ShiftedRun(run)
+    rules = [SamplingRule(temperature, top_k, top_p) for temperature in temperatures]
+    recording = Recording(prompts, max_new_tokens, batch_size, seed, refresh)
+    opened = run_to_record(run, dtype)
+    data_name = Path(str(opened.required_config()["data"]["path"])).name
+    opened.plots_path.mkdir(exist_ok=True)
     results: list[CalibrationResult] = []
-    moved = draft.shift
-    for temperature in temperatures:
+    moved = before = opened.confidence_shift
+    for rule in rules:
         fit, heldout = (
-            shifted(rounds.trace(split, temperature), -draft.shift) for split in ("calibration", "heldout")
+            shifted(recorded_rounds(opened, split, rule, recording), -before)
+            for split in ("calibration", "heldout")
         )
         if shift and not results:
-            moved = draft.storable(choose_shift(fit))
-        result = calibrate_traces(fit, heldout, moved)
-        label = trace_label(temperature)
-        calibration = result.calibration(f"{_data_name(run)}, calibration split, {label}")
-        calibration.save(run / f"calibration_{label}.json")
+            moved = storable_shift(opened, choose_shift(fit))
+        result = calibrate_traces(fit, heldout, moved, rule.label)
+        calibration = result.calibration(f"{data_name}, calibration split, {rule.label}")
+        calibration.save(opened.sts_path(rule.label))
         if not results:
-            calibration.save(run / "calibration.json")
-        plot_reliability(
-            run / "plots" / f"reliability_{label}.png", result.temperatures, result.heldout, temperature
-        )
+            calibration.save(opened.sts_path())
+        diagram = opened.plots_path / f"reliability_{rule.label}.png"
+        plot_reliability(diagram, result.sts, result.heldout, rule.temperature)
         print_result(result)
         results.append(result)
-    write_report(run / "calibration_report.json", results)
-    draft.move(moved)
-    print(f"wrote {run / 'calibration.json'}, {run / 'calibration_report.json'} and {run / 'plots'}")
+    write_report(opened.calibration_report_path, results)
+    move_bias(opened, moved)
+    print(f"wrote {opened.sts_path()}, {opened.calibration_report_path} and {opened.plots_path}")
 
 
 def print_result(result: CalibrationResult) -> None:
@@ -88,17 +88,15 @@ def print_result(result: CalibrationResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dspark_train.calibration.report import trace_label
-
     held, console = result.heldout, Console()
-    title = f"{trace_label(result.sampling_temperature)}: {result.fit_rounds} rounds to fit, {held.rounds} held out"
+    title = f"{result.sampling}: {result.fit_rounds} rounds to fit, {held.rounds} held out"
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
     )
     columns = ("position", "T", "ECE % trained", "calibrated", "noise", "Brier trained", "calibrated", "AUC")
     for column in columns:
         table.add_column(column, justify="right")
-    for k, temperature in enumerate(result.temperatures):
+    for k, temperature in enumerate(result.sts):
         ece = (100 * held.before.ece[k], 100 * held.after.ece[k], 100 * held.after.noise[k])
         scores = (held.before.brier[k], held.after.brier[k], held.after.auc[k])
         cells = [
@@ -119,10 +117,3 @@ def print_result(result: CalibrationResult) -> None:
         console.print(
             f"  {name}: ECE {before:.1f} % → {after:.1f} % ({part.rounds} rounds, noise {noise:.1f} %)"
         )
-
-
-def _data_name(run: Path) -> str:
-    """Name of the data that the run's prompts come from."""
-    from dspark_train.run import read_config
-
-    return Path(str(read_config(run)["data"]["path"])).name

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from dspark_train.decoding.cost import CostTable
     from dspark_train.decoding.measure import Comparison
     from dspark_train.decoding.policies import Policy
-    from dspark_train.draft.model import DSparkDraft
     from dspark_train.run import Run
 
 
@@ -40,8 +39,9 @@ def decode(
 
     Args:
         run: folder of a finished run.
-        policy: fixed, fixed:K, threshold:P, scheduled or asynchronous. auto: scheduled by costs measured on the
-            spot where the draft has a confidence head, else fixed.
+        policy: fixed, fixed:K, threshold:P, online:SHARE (a threshold that follows a wanted accepted share), scheduled
+            or asynchronous. auto: scheduled by costs measured on the spot where the draft has a confidence head, else
+            fixed. With +online behind a policy that reads confidences, their scalings follow what is accepted.
         temperatures: sampling temperatures; 0 is greedy.
         prompts: prompts at most; left out, as many as fit into the time.
         max_new_tokens: longest answer, in tokens.
@@ -56,10 +56,10 @@ def decode(
         graphs: run rounds in a few fixed shapes, captured as CUDA graphs; on a CPU the same shapes, uncaptured.
         compile: compile the norms and MLPs of target and draft (needs a C++ compiler).
     """
-    from dspark_train.calibration.report import trace_label
+    from dspark_train.calibration.io import read_sts
     from dspark_train.decoding.measure import Settings, compare, examples, interleave, to_json
     from dspark_train.decoding.sampling import SamplingRule
-    from dspark_train.run import load_run
+    from dspark_train.run import Run
 
     if not temperatures or (prompts is not None and prompts < 1) or max_new_tokens < 2 or seconds <= 0:
         raise UserError(
@@ -67,7 +67,7 @@ def decode(
             f"max_new_tokens ({max_new_tokens}) at least 2, seconds ({seconds}) above 0"
         )
     rules = [SamplingRule(temperature, top_k, top_p) for temperature in temperatures]
-    opened = load_run(run, dtype)
+    opened = Run(run, dtype)
     chosen = interleave(opened.data.prompts(split))[:prompts]
     if not chosen:
         raise UserError(f"run {run}: its data have no {split} prompts; name another split")
@@ -85,30 +85,33 @@ def decode(
     }
     (run / "traces").mkdir(exist_ok=True)
     for rule in rules:
-        label = trace_label(rule.temperature)
-        calibrated = _calibration(run, label, opened.draft)
-        settings = Settings(max_new_tokens, batch_size, picked, calibrated, seed, graphs, compile)
+        label = rule.label
+        sts = None
+        if opened.draft.confidence_head is not None:
+            sts = read_sts(opened, label, opened.draft.config.block_size)
+        settings = Settings(max_new_tokens, batch_size, picked, sts, seed, graphs, compile)
         found = compare(opened.target, opened.draft, chosen, rule, settings, seconds)
-        found.trace.save(run / "traces" / f"decode_{label}.safetensors")
-        content["modes"][label] = to_json(found, seed) | {"sts": calibrated}
+        found.trace.save(opened.trace_path("decode", label))
+        content["modes"][label] = to_json(found, seed) | {"sts": sts}
         if rule.greedy:
             content["identical"] = not found.divergences
         if rule.greedy or len(rules) == 1:
             content["examples"] = examples(found, opened.target.tokenizer, 12)
         print_comparison(found, label, content["modes"][label])
-    (run / "decode.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {run / 'decode.json'}")
+    opened.decode_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {opened.decode_path}")
 
 
 def _policy(opened: Run, text: str, costs: Path | None, batch_size: int) -> tuple[Policy, str]:
     """The policy that ``text`` names, and its full name."""
-    from dspark_train.decoding.policies import FixedLength, parse_policy
+    from dspark_train.decoding.policies import ONLINE, FixedLength, parse_policy
 
-    if text == "auto":
+    name = text.removesuffix(ONLINE)
+    if name == "auto":
         if opened.draft.confidence_head is None:
             return FixedLength(), "fixed"
-        text = "scheduled"
-    if text not in ("scheduled", "asynchronous"):
+        name, text = "scheduled", text.replace("auto", "scheduled")
+    if name not in ("scheduled", "asynchronous"):
         return parse_policy(text), text
     return parse_policy(text, costs or costs_now(opened, batch_size)), text
 
@@ -128,16 +131,6 @@ def costs_now(opened: Run, batch_size: int) -> CostTable:
         repetitions=10,
     )
     return table.monotone()
-
-
-def _calibration(run: Path, label: str, draft: DSparkDraft) -> list[float] | None:
-    """Temperatures of the confidences at this sampling temperature, where the run is calibrated."""
-    from dspark_train.calibration.io import Calibration
-
-    for name in (f"calibration_{label}.json", "calibration.json"):
-        if draft.confidence_head is not None and (run / name).is_file():
-            return list(Calibration.load(run / name, draft.config.block_size).temperatures)
-    return None
 
 
 def print_comparison(found: Comparison, label: str, content: dict[str, Any]) -> None:
@@ -198,10 +191,10 @@ def profile(
         repetitions: rounds timed at each point.
         dtype: of target and draft. Left out: the run's.
     """
-    from dspark_train.run import load_run
+    from dspark_train.run import Run
     from dspark_train.studies.profile import measure_costs
 
-    opened = load_run(run, dtype)
+    opened = Run(run, dtype)
     table = measure_costs(
         opened.target,
         opened.draft,

@@ -35,10 +35,10 @@ def export(
     from dspark_train.interchange.temperature import single_temperature
     from dspark_train.report.model_card import copy_plots, model_card, write_tokenizer
     from dspark_train.report.run_folder import RunFolder
-    from dspark_train.run import load_run
+    from dspark_train.run import STS_FILE, Run
 
-    cost = single_temperature(run) if fold_temperature else None
-    opened = load_run(run)
+    opened = Run(run)
+    cost = single_temperature(opened) if fold_temperature else None
     folder = output or run / "export" / format
     kind = None if dtype == "auto" else getattr(torch, dtype)
     weights = TargetWeights.of(opened.target)
@@ -51,8 +51,8 @@ def export(
         cost.temperature if cost else None,
         warn=lambda line: print(f"warning: {line}", flush=True),
     )
-    if (run / "calibration.json").is_file() and cost is None and result.config.get("enable_confidence_head"):
-        shutil.copy2(run / "calibration.json", folder / "calibration.json")
+    if opened.sts_path().is_file() and cost is None and result.config.get("enable_confidence_head"):
+        shutil.copy2(opened.sts_path(), folder / STS_FILE)
     write_tokenizer(opened.target, folder)
     copy_plots(run, folder)
     card = model_card(RunFolder.load(run), result, weights.name, cost)
@@ -137,12 +137,12 @@ def serve_check(
     """
     from dspark_train.interchange.native import dtype_name
     from dspark_train.interchange.serve_check import Server, ask, compare, own_rounds, side_by_side, to_json
-    from dspark_train.run import load_run
+    from dspark_train.run import Run
 
     server = Server(url, key_variable)
     server.engine()
     plain_server = Server(plain_url, key_variable) if plain_url else None
-    opened = load_run(run, dtype)
+    opened = Run(run, dtype)
     if prompts is None:
         opened.data.setup()
         ids = [list(prompt.ids) for prompt in opened.data.prompts("heldout")[:limit]]

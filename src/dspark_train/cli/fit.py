@@ -30,11 +30,10 @@ from dspark_train.cli.parsing import STRICT, explain
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
-from dspark_train.files import read_json
 from dspark_train.interchange.importing import warm_start
 from dspark_train.machine import Choice, LayerShape
 from dspark_train.progress import quiet_libraries, say, stage
-from dspark_train.run import RunConfig, Stage, environment, open_run, update_run
+from dspark_train.run import Run, RunConfig, Stage, environment, open_run
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import PASS_ROWS, choose_form, read_target_config
 from dspark_train.training.budget import TimeBudget
@@ -105,7 +104,7 @@ class DSparkCLI(LightningCLI):
             latest = latest_checkpoint(checkpoints) if checkpoints else None
             if _get_rank() in (None, 0):
                 say(resources(Path(config.run.folder)))
-                update_run(Path(config.run.folder), chosen=machine.decided(), **environment())
+                Run(Path(config.run.folder)).update(chosen=machine.decided(), **environment())
             if latest is not None:
                 say(f"continuing the run in {config.run.folder} from {latest.name}")
                 config.ckpt_path, config.weights_only = str(latest), False
@@ -157,7 +156,7 @@ CHOICES = "DSPARK_TRAIN_CHOICES"
 
 def remember_choices(folder: Path, overwrite: bool) -> None:
     """Compute as the run in ``folder`` does, where there is one that goes on, and as the first rank does."""
-    record = {} if overwrite else read_json(folder / "run.json")
+    record = {} if overwrite else Run(folder).facts
     if CHOICES in os.environ:
         machine.remember(json.loads(os.environ[CHOICES]))
     elif record.get("chosen"):
@@ -241,13 +240,13 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     facts = data_facts(trainer)
     release(trainer, module)
     wall = {"fit": round(time.monotonic() - STARTED, 1)}
-    update_run(folder, wall_seconds=wall, data=facts, chosen=machine.decided(), steps=steps)
+    Run(folder).update(wall_seconds=wall, data=facts, chosen=machine.decided(), steps=steps)
     stages = list(config.run.after)
     if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
         say("calibrate is left out: this draft has no confidence head")
     run_stages(folder, stages, config.run.options)
-    update_run(folder, finished=True, chosen=machine.decided())
+    Run(folder).update(finished=True, chosen=machine.decided())
     tell(folder)
 
 
@@ -287,7 +286,7 @@ def check_options(options: dict[Stage, dict[str, Any]]) -> None:
 
 def tell(folder: Path) -> None:
     """Say at the end what this machine was made to do, and why."""
-    record = read_json(folder / "run.json")
+    record = Run(folder).facts
     steps = record.get("steps", {})
     if steps.get("minutes"):
         short = steps["made"] < steps["recipe"]
@@ -307,7 +306,7 @@ def run_stages(folder: Path, stages: list[Stage], options: dict[Stage, dict[str,
     for command in stages:
         begun = time.monotonic()
         resolve(COMMANDS[command])(folder, **options.get(command, {}))
-        update_run(folder, wall_seconds={command: round(time.monotonic() - begun, 1)})
+        Run(folder).update(wall_seconds={command: round(time.monotonic() - begun, 1)})
 
 
 def run_cli(cli: type[DSparkCLI], arguments: ArgsType) -> DSparkCLI:

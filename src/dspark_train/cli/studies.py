@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
+    from dspark_train.studies.online_threshold import ThresholdDrift
     from dspark_train.studies.rounds import Acceptance, Drift, Sweep
     from dspark_train.studies.simulate import LoadPoint
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 def studies(
     run: Path,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     split: Literal["calibration", "heldout"] = "heldout",
+    wanted: float | None = None,
     prompts: int = 64,
     max_new_tokens: int = 128,
     batch_size: int = 8,
@@ -26,31 +30,40 @@ def studies(
     """Study a run's recorded rounds: threshold sweep, acceptance per position, reliability.
 
     Writes threshold_sweep.json, acceptance.json and reliability.json to the run's studies, and a plot of
-    each.
+    each; where the rounds are of several domains also online.json, about scalings that follow a drifting load, and
+    online_threshold.json, about a threshold that does.
 
     Args:
-        run: folder of a finished run; its temperatures are used where it was calibrated.
+        run: folder of a finished run; its scalings are used where it was calibrated for this sampling.
         temperature: sampling temperature of the rounds; 0 is greedy.
+        top_k: tokens kept by sampling; 0 keeps all.
+        top_p: nucleus kept by sampling; 1 keeps all.
         split: whose prompts.
+        wanted: share of the verified draft tokens that a threshold should keep accepted along a drifting load; left
+            out, no such threshold is studied.
         prompts: prompts to decode at most, where the run holds no rounds yet.
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
         refresh: decode again even where the run holds rounds.
     """
-    from dspark_train.calibration.report import compare_reliability, trace_label
+    from dspark_train.calibration.io import read_sts
+    from dspark_train.calibration.reliability import compare_reliability
+    from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.calibration_plots import plot_reliability
     from dspark_train.report.study_plots import plot_acceptance, plot_drift, plot_sweep
-    from dspark_train.studies.record import RecordedRounds, Recording
+    from dspark_train.studies.online_threshold import threshold_drift
+    from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
     from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
 
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
-    trace = rounds.trace(split, temperature)
-    temperatures = run_temperatures(run, temperature, trace.block_size)
+    recording = Recording(prompts, max_new_tokens, batch_size, refresh=refresh)
+    opened, rule = run_to_record(run), SamplingRule(temperature, top_k, top_p)
+    trace = recorded_rounds(opened, split, rule, recording)
+    sts = read_sts(opened, rule.label, trace.block_size)
     common = {
         "split": split,
         "sampling_temperature": temperature,
         "rounds": len(trace.request),
-        "temperatures": temperatures,
+        "temperatures": sts,
     }
     folder, plots = _folders(run)
     acceptances = acceptance_by_position(trace)
@@ -58,28 +71,28 @@ def studies(
     _write(folder / "acceptance.json", {**common, "groups": by_group})
     plot_acceptance(plots / "acceptance.png", acceptances)
     _print_acceptance(acceptances)
-    sweeps = threshold_sweep(trace, temperatures)
+    sweeps = threshold_sweep(trace, sts)
     _write(folder / "threshold_sweep.json", {**common, "groups": {s.group: s.to_json() for s in sweeps}})
     plot_sweep(plots / "threshold_sweep.png", sweeps)
     _print_sweeps(sweeps)
-    compared = compare_reliability(trace, temperatures or [1.0] * trace.block_size)
+    compared = compare_reliability(trace, sts or [1.0] * trace.block_size)
     _write(folder / "reliability.json", {**common, **compared.to_json()})
-    if temperatures is not None:
-        plot_reliability(
-            plots / f"reliability_{trace_label(temperature)}.png", temperatures, compared, temperature
-        )
+    if sts is not None:
+        plot_reliability(plots / f"reliability_{rule.label}.png", sts, compared, temperature)
     before, after = 100 * compared.before.mean_ece, 100 * compared.after.mean_ece
-    scaled = f", {after:.1f} % scaled" if temperatures else " (not calibrated: run `calibrate`)"
+    scaled = f", {after:.1f} % scaled" if sts else " (not calibrated: run `calibrate`)"
     print(f"reliability: mean ECE {before:.1f} % raw{scaled}; noise {100 * compared.after.mean_noise:.1f} %")
-    fitting = rounds.path("calibration", temperature)
-    if fitting.is_file() and split == "heldout":
-        from dspark_train.structures import DecodingTrace
-
-        drift = drift_study(DecodingTrace.load(fitting), trace)
+    fitting = opened.trace("calibration", rule.label)
+    if fitting is not None and split == "heldout":
+        drift = drift_study(fitting, trace)
         if drift is not None:
             _write(folder / "online.json", {**common, **drift.to_json()})
             plot_drift(plots / "online.png", drift)
             _print_drift(drift)
+        moving = None if wanted is None else threshold_drift(fitting, trace, wanted, sts)
+        if moving is not None:
+            _write(folder / "online_threshold.json", {**common, **moving.to_json()})
+            _print_threshold_drift(moving)
     print(f"wrote {folder} and {plots}")
 
 
@@ -87,9 +100,12 @@ def simulate(
     run: Path,
     costs: Path | None = None,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     split: Literal["calibration", "heldout"] = "heldout",
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     threshold: float = 0.5,
+    policies: tuple[str, ...] = (),
     prompts: int = 64,
     max_new_tokens: int = 128,
     batch_size: int = 8,
@@ -102,39 +118,47 @@ def simulate(
     simulate.json and a plot.
 
     Args:
-        run: folder of a finished run; its temperatures are used where it was calibrated.
+        run: folder of a finished run; its scalings are used where it was calibrated for this sampling.
         costs: cost table; left out: ``RUN/studies/cost_table.json``.
         temperature: sampling temperature of the rounds; 0 is greedy.
+        top_k: tokens kept by sampling; 0 keeps all.
+        top_p: nucleus kept by sampling; 1 keeps all.
         split: whose prompts.
         requests: numbers of concurrent requests.
         threshold: confidence of the threshold policy.
+        policies: further policies, named as in decode, such as online:0.8 or scheduled+online.
         prompts: prompts to decode at most, where the run holds no rounds yet.
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
         refresh: decode again even where the run holds rounds.
     """
+    from dspark_train.calibration.io import read_sts
     from dspark_train.decoding.cost import CostTable
+    from dspark_train.decoding.policies import parse_policy
+    from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.study_plots import plot_load
-    from dspark_train.studies.record import RecordedRounds, Recording
-    from dspark_train.studies.simulate import points_to_json, standard_policies
+    from dspark_train.run import Run
+    from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
+    from dspark_train.studies.simulate import NamedPolicy, points_to_json, standard_policies
     from dspark_train.studies.simulate import simulate as simulate_load
 
     if not requests or min(requests) < 1:
         raise UserError(f"requests {list(requests)} must be numbers of at least 1")
-    source = costs or run / "studies" / "cost_table.json"
-    table = CostTable.load(source)
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
-    trace = rounds.trace(split, temperature)
-    temperatures = run_temperatures(run, temperature, trace.block_size)
-    policies = standard_policies(table, trace.block_size, threshold)
-    points = simulate_load(trace, table, policies, sorted(set(requests)), temperatures=temperatures)
+    table = CostTable.load(costs or Run(run).cost_table_path)
+    recording = Recording(prompts, max_new_tokens, batch_size, refresh=refresh)
+    opened, rule = run_to_record(run), SamplingRule(temperature, top_k, top_p)
+    trace = recorded_rounds(opened, split, rule, recording)
+    sts = read_sts(opened, rule.label, trace.block_size)
+    compared = standard_policies(table, trace.block_size, threshold)
+    compared += [NamedPolicy(name, parse_policy(name, table)) for name in policies]
+    points = simulate_load(trace, table, compared, sorted(set(requests)), sts=sts)
     folder, plots = _folders(run)
     content = {
         "split": split,
         "sampling_temperature": temperature,
         "rounds": len(trace.request),
         "block_size": trace.block_size,
-        "temperatures": temperatures,
+        "temperatures": sts,
         "context": table.context,
         "machine": table.machine,
         "measured_rows": table.max_rows,
@@ -144,15 +168,6 @@ def simulate(
     plot_load(plots / "simulate.png", points)
     _print_load(points)
     print(f"wrote {folder / 'simulate.json'} and {plots / 'simulate.png'}")
-
-
-def run_temperatures(run: Path, sampling_temperature: float, block_size: int) -> list[float] | None:
-    """Temperatures of a run for rounds of one sampling temperature; None where it was not calibrated for them."""
-    from dspark_train.calibration.io import Calibration
-    from dspark_train.calibration.report import trace_label
-
-    path = run / f"calibration_{trace_label(sampling_temperature)}.json"
-    return list(Calibration.load(path, block_size).temperatures) if path.is_file() else None
 
 
 def _folders(run: Path) -> tuple[Path, Path]:
@@ -219,6 +234,24 @@ def _print_drift(drift: Drift) -> None:
         ["traffic", "rounds", "frozen", "online", "noise"],
         [
             [p.phase, str(p.rounds), *(f"{100 * value:.1f}" for value in (p.frozen, p.online, p.noise))]
+            for p in drift.points
+        ],
+    )
+
+
+def _print_threshold_drift(drift: ThresholdDrift) -> None:
+    _table(
+        f"Load drifting from {drift.first} to {drift.second}: accepted share of verified tokens in % "
+        f"(verified per round), {100 * drift.wanted:g} % wanted",
+        ["traffic", "rounds", f"threshold {drift.start:g}", "online", "threshold"],
+        [
+            [
+                p.phase,
+                str(p.rounds),
+                f"{_share(p.frozen)} ({p.frozen_verified:.2f})",
+                f"{_share(p.online)} ({p.online_verified:.2f})",
+                f"{p.threshold:.2f}",
+            ]
             for p in drift.points
         ],
     )

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dspark_train.calibration.metrics import expected_calibration_error
-from dspark_train.calibration.temperature import survival
+from dspark_train.calibration.sts import survival
 from dspark_train.data.conversations import Prompt
-from dspark_train.decoding.measure import Settings, compare, failures, interleave
+from dspark_train.decoding.measure import Settings, compare, failures, interleave, seconds_per_token
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -88,13 +88,8 @@ class DecodeValidation(Callback):
         trace = DecodingTrace.concatenate([part.trace for part in parts])
         for name, value in metrics(trace).items():
             self._log(pl_module, name, value)
-        plain, drafted = (
-            sum(r.timings.total for r in results) / sum(r.timings.tokens for r in results)
-            for results in (
-                [result for part in parts for result in part.plain],
-                [result for part in parts for result in part.speculative],
-            )
-        )
+        plain = seconds_per_token([result for part in parts for result in part.plain])
+        drafted = seconds_per_token([result for part in parts for result in part.speculative])
         self._log(pl_module, "speedup", plain / drafted)
         if self.rule.greedy:
             self._log(pl_module, "divergences", float(sum(len(failures(part)) for part in parts)))

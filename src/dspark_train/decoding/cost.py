@@ -232,18 +232,15 @@ class CostTable:
         fixed = self.draft_seconds(count) + self.round_overhead_seconds(count)
         return 1 / (fixed + self.verify_seconds(rows, count))
 
-    def falls(self) -> list[tuple[int, int]]:
-        """Pairs of neighbouring measured rows where more rows cost clearly less.
-
-        Clearly: the p90 of the larger pass lies below the p10 of the smaller one. Real on some machines (a
-        kernel that pads to a tile), and the reason why the causal scheduler can stop early.
-        """
-        points = zip(self.rows, self.rows[1:], self.seconds_p10, self.seconds_p90[1:], strict=False)
-        return [(small, large) for small, large, low, high in points if high < low]
-
     def monotone(self) -> CostTable:
         """Return the table with its curves made non-decreasing by isotonic regression (noise removed)."""
-        smooth = {name: _isotonic(getattr(self, name)) for name in ("seconds_median", *CURVES)}
+        from scipy.optimize import isotonic_regression
+
+        curves = {name: getattr(self, name) for name in ("seconds_median", *CURVES)}
+        smooth = {
+            name: tuple(isotonic_regression(curve).x.tolist()) if curve else ()
+            for name, curve in curves.items()
+        }
         # the quantiles move with the median so that they stay in order
         ratio = [new / old for new, old in zip(smooth["seconds_median"], self.seconds_median, strict=True)]
         for name, bound in (("seconds_p10", min), ("seconds_p90", max)):
@@ -353,18 +350,6 @@ def _between(added: tuple[Tensor, Tensor, Tensor], width: Tensor, most: int) -> 
     """Seconds of a request padded to ``width`` rows, from those of 1, 2 and ``most``: piecewise linear."""
     one, two, whole = added
     return torch.where(width <= 2, one.lerp(two, width - 1), two.lerp(whole, (width - 2) / max(1, most - 2)))
-
-
-def _isotonic(curve: tuple[float, ...]) -> tuple[float, ...]:
-    """Least-squares non-decreasing fit (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in curve:
-        mean, size = value, 1
-        while pools and pools[-1][0] > mean:
-            earlier, count = pools.pop()
-            mean, size = (mean * size + earlier * count) / (size + count), size + count
-        pools.append((mean, size))
-    return tuple(mean for mean, size in pools for _ in range(size))
 
 
 def _milli(seconds: tuple[float, ...]) -> list[float]:

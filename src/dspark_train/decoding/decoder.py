@@ -20,8 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dspark_train.calibration.online import OnlineTemperatures
-from dspark_train.calibration.temperature import conditional
+from dspark_train.calibration.online import OnlineSts
+from dspark_train.calibration.sts import conditional
 from dspark_train.decoding.draft_pass import DraftPass, Proposal
 from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.policies import FixedLength, Policy
@@ -63,7 +63,7 @@ def generate(
     stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     batch_size: int = 1,
     seed: int = 0,
-    temperatures: Sequence[float] | OnlineTemperatures | None = None,
+    sts: Sequence[float] | OnlineSts | None = None,
     domains: Sequence[str] = (),
     graphs: bool = False,
     compile: bool = False,
@@ -82,8 +82,8 @@ def generate(
         stop_token_ids: of all prompts, or of each; None takes the target's end tokens.
         batch_size: requests decoded at once.
         seed: of the sampling.
-        temperatures: ``[γ]`` of the confidences (sequential temperature scaling); online ones follow what is
-            accepted while decoding; None leaves the confidences raw.
+        sts: ``[γ]`` scalings of the confidences (sequential temperature scaling); online ones follow what is accepted
+            while decoding; None leaves the confidences raw.
         domains: of each prompt, for the trace.
         graphs: run rounds in a few fixed shapes, captured as CUDA graphs; on a CPU the same shapes, uncaptured.
         compile: ``torch.compile`` the norms and MLPs of target and draft.
@@ -92,9 +92,7 @@ def generate(
         UserError: a prompt that is empty, too long or has unknown ids, a draft made for another target, or a
             policy that needs the confidence head that the draft lacks.
     """
-    decoder = Decoder(
-        target, draft, policy, SamplingRule(temperature, top_k, top_p), temperatures, graphs, compile
-    )
+    decoder = Decoder(target, draft, policy, SamplingRule(temperature, top_k, top_p), sts, graphs, compile)
     requests = decoder.requests(prompts, max_new_tokens, stop_token_ids)
     return decoder.run(requests, batch_size=batch_size, seed=seed, domains=domains)
 
@@ -108,7 +106,7 @@ class Decoder:
         draft: DSparkDraft | None = None,
         policy: Policy | None = None,
         rule: SamplingRule | None = None,
-        temperatures: Sequence[float] | OnlineTemperatures | None = None,
+        sts: Sequence[float] | OnlineSts | None = None,
         graphs: bool = False,
         compile: bool = False,
     ) -> None:
@@ -126,22 +124,24 @@ class Decoder:
                     f"policy {type(self.policy).__name__} reads confidences, but this draft was trained without a "
                     "confidence head: use a fixed length"
                 )
-        self.online = temperatures if isinstance(temperatures, OnlineTemperatures) else None
+        if self.policy.follows_sts and not isinstance(sts, OnlineSts):
+            sts = OnlineSts([1.0] * self.block_size if sts is None else sts)
+        self.online = sts if isinstance(sts, OnlineSts) else None
         if self.online is not None and self.depth < self.block_size:
-            raise UserError("online temperatures need policies that may verify whole blocks")
-        fixed = temperatures.temperatures if isinstance(temperatures, OnlineTemperatures) else temperatures
+            raise UserError("online scalings need policies that may verify whole blocks")
+        fixed = sts.sts if isinstance(sts, OnlineSts) else sts
         if fixed is not None and len(fixed) != self.block_size:
-            raise UserError(f"{len(fixed)} temperatures were given for a block size of {self.block_size}")
-        self._temperatures = None if fixed is None else self._tensor(fixed)
+            raise UserError(f"{len(fixed)} scalings (sts) were given for a block size of {self.block_size}")
+        self._sts = None if fixed is None else self._tensor(fixed)
 
-    def _tensor(self, temperatures: Sequence[float] | Tensor) -> Tensor:
-        values = torch.as_tensor(temperatures, dtype=torch.float32, device=self.target.device)
+    def _tensor(self, sts: Sequence[float] | Tensor) -> Tensor:
+        values = torch.as_tensor(sts, dtype=torch.float32, device=self.target.device)
         return values[: self.depth]
 
     @property
-    def temperatures(self) -> Tensor | None:
-        """``[depth]`` float32 temperatures of the confidences; None where they are raw."""
-        return self._temperatures if self.online is None else self._tensor(self.online.temperatures)
+    def sts(self) -> Tensor | None:
+        """``[depth]`` float32 scalings of the confidences; None where they are raw."""
+        return self._sts if self.online is None else self._tensor(self.online.sts)
 
     def requests(
         self,
@@ -332,7 +332,7 @@ class ActiveRun:
             confidence = (
                 torch.full(proposal.tokens.shape, float("nan"), device=self.device)
                 if logits is None
-                else conditional(logits, self.decoder.temperatures)
+                else conditional(logits, self.decoder.sts)
             )
             lengths = self.choose(confidence).tolist()
         # a request's last token is the target's own: no draft token beyond that is verified
@@ -384,11 +384,12 @@ class ActiveRun:
         rounds.proposed += proposed
         rounds.lengths += [count - 1 for count in counts]
         rounds.accepted += accepted
+        verified, kept = torch.tensor(counts) - 1, torch.tensor(accepted)
         if proposal is not None and proposal.confidence_logits is not None:
             rounds.confidence.append(proposal.confidence_logits)
             if self.decoder.online is not None:
-                lengths = torch.tensor(counts) - 1
-                self.decoder.online.update(proposal.confidence_logits, lengths, torch.tensor(accepted))
+                self.decoder.online.update(proposal.confidence_logits, verified, kept)
+        self.decoder.policy.update(verified, kept)
 
     def _best(self, logits: Tensor) -> Tensor:
         return best_token(logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dspark_train.data.conversations import Prompt
 from dspark_train.decoding.decoder import Decoder, GenerationResult
 from dspark_train.decoding.policies import Policy
 from dspark_train.decoding.sampling import SamplingRule
+from dspark_train.decoding.statistics import Array, Sampled, bootstrap_weights, ratio
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.structures import DecodingTrace
@@ -31,7 +33,7 @@ class Settings:
         max_new_tokens: longest answer, in tokens.
         batch_size: requests decoded at once.
         policy: of verification; None verifies whole blocks.
-        temperatures: ``[γ]`` of the confidences; None leaves them raw.
+        sts: ``[γ]`` scalings of the confidences; None leaves them raw.
         seed: of sampling and bootstrap.
         graphs: rounds in fixed shapes, captured as CUDA graphs on a GPU; both sides.
         compile: compiled norms and MLPs; both sides.
@@ -40,7 +42,7 @@ class Settings:
     max_new_tokens: int = 128
     batch_size: int = 1
     policy: Policy | None = None
-    temperatures: Sequence[float] | None = None
+    sts: Sequence[float] | None = None
     seed: int = 0
     graphs: bool = False
     compile: bool = False
@@ -83,18 +85,15 @@ class Comparison:
     @property
     def speedup(self) -> float:
         """Seconds per token of plain decoding over those of speculative decoding, prompts' passes included."""
-        return _speedup(_times(self.plain), _times(self.speculative))
+        return seconds_per_token(self.plain) / seconds_per_token(self.speculative)
 
     def interval(self, seed: int = 0) -> tuple[float, float]:
         """95 % bootstrap interval of the speedup, over groups of prompts."""
-        plain, drafted = _times(self.plain), _times(self.speculative)
-        generator = torch.Generator().manual_seed(seed)
-        picks = torch.randint(len(plain), (RESAMPLES, len(plain)), generator=generator)
-        ratios = _speedup(plain[picks], drafted[picks])
-        low, high = (
-            torch.as_tensor(ratios).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-        )
-        return low, high
+        weights = bootstrap_weights(len(self.plain), RESAMPLES, seed)
+        speedup = _sampled_seconds(self.plain, weights) / _sampled_seconds(self.speculative, weights)
+        bounds = speedup.interval(0.95)
+        assert bounds is not None  # every request generates a token, so every resample has a speed
+        return bounds
 
 
 def interleave(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -133,7 +132,8 @@ def compare(
     """
     graphs, compile = settings.graphs, settings.compile
     plain = Decoder(target, rule=rule, graphs=graphs, compile=compile)
-    drafted = Decoder(target, draft, settings.policy, rule, settings.temperatures, graphs, compile)
+    policy = copy.deepcopy(settings.policy)  # one that has learnt nothing yet
+    drafted = Decoder(target, draft, policy, rule, settings.sts, graphs, compile)
     found = Comparison(rule.temperature, [], exact=target.dtype == torch.float32)
     for decoder in (plain, drafted):
         _decode(decoder, prompts[: settings.batch_size], settings, 0, limit=4)
@@ -287,17 +287,14 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     return texts
 
 
-def _times(results: Sequence[GenerationResult]) -> torch.Tensor:
-    """``[groups, 2]`` float64: seconds and tokens."""
-    pairs = [(result.timings.total, result.timings.tokens) for result in results]
-    return torch.tensor(pairs, dtype=torch.float64)
+def seconds_per_token(results: Sequence[GenerationResult]) -> float:
+    """Wall time of decoding over generated tokens, prompts' passes included."""
+    return sum(r.timings.total for r in results) / sum(r.timings.tokens for r in results)
 
 
-def _speedup(plain: torch.Tensor, drafted: torch.Tensor) -> Any:
-    """Ratio of seconds per token; over the second last dimension."""
-    one, other = plain.sum(-2), drafted.sum(-2)
-    ratio = (one[..., 0] / one[..., 1]) / (other[..., 0] / other[..., 1])
-    return ratio if ratio.ndim else float(ratio)
+def _sampled_seconds(results: Sequence[GenerationResult], weights: Array) -> Sampled:
+    """:func:`seconds_per_token` on every resample of the groups."""
+    return ratio([r.timings.total for r in results], [float(r.timings.tokens) for r in results], weights)
 
 
 def _tokens_per_row(trace: DecodingTrace) -> float:

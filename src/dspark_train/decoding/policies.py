@@ -9,12 +9,13 @@ always form prefixes.
 
 Decoding stays lossless because whether token ``k`` is verified depends on nothing that was known only after
 token ``k`` was drawn: :func:`causal_lengths` stops at the first pair that does not pay, :func:`capacity`
-looks at a step that is over.
+looks at a step that is over, and the online policies learn from finished rounds only.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ from dspark_train.errors import UserError
 
 Choose = Callable[[Tensor], Tensor]
 """Confidences ``[R, γ]`` of one step to verify lengths ``[R]`` int64 in 0..γ."""
+
+POLICIES = "fixed, fixed:K, threshold:P, online:SHARE, scheduled, asynchronous"
+"""What :func:`parse_policy` reads."""
+ONLINE = "+online"
+"""Behind a policy's name: the scalings of its confidences follow what is accepted."""
 
 # -- pure functions --------------------------------------------------------------------------------------------
 
@@ -120,8 +126,30 @@ def threshold_lengths(confidence: Tensor, threshold: float) -> Tensor:
 # -- policies --------------------------------------------------------------------------------------------------
 
 
+class Policy:
+    """A rule of verification. Most are frozen descriptions; the online ones change as rounds are finished."""
+
+    needs_confidence: ClassVar[bool] = True
+    """Whether lengths depend on confidences."""
+    follows_sts: ClassVar[bool] = False
+    """Whether the scalings of the confidences follow what is accepted."""
+    learns: ClassVar[bool] = False
+    """Whether later lengths depend on what was accepted before."""
+
+    def depth(self, block_size: int) -> int:
+        """Draft tokens that can ever be verified: later ones need not be drawn."""
+        return block_size
+
+    def start(self) -> Choose:
+        """What picks the lengths of one run."""
+        raise NotImplementedError
+
+    def update(self, verify_length: Tensor, accepted: Tensor) -> None:
+        """Take note of finished rounds: ``[N]`` verified and ``[N]`` accepted draft tokens."""
+
+
 @dataclass(frozen=True)
-class FixedLength:
+class FixedLength(Policy):
     """Verify the same number of draft tokens always.
 
     Args:
@@ -132,28 +160,24 @@ class FixedLength:
     needs_confidence: ClassVar[bool] = False
 
     def depth(self, block_size: int) -> int:
-        """Draft tokens that can ever be verified: later ones need not be drawn."""
+        """The fixed length, or the whole block where that is shorter."""
         return block_size if self.length is None else min(self.length, block_size)
 
     def start(self) -> Choose:
-        """Begin a run."""
+        """The fixed length, always."""
         return lambda confidence: confidence.new_full(
             (confidence.shape[0],), self.depth(confidence.shape[1]), dtype=torch.int64
         )
 
 
 @dataclass(frozen=True)
-class OneBlock:
+class OneBlock(Policy):
     """Verify all of the first request's draft tokens, and none of the others'."""
 
     needs_confidence: ClassVar[bool] = False
 
-    def depth(self, block_size: int) -> int:
-        """A whole block is verified."""
-        return block_size
-
     def start(self) -> Choose:
-        """Begin a run."""
+        """γ for the first request, 0 for the others."""
 
         def choose(confidence: Tensor) -> Tensor:
             lengths = confidence.new_zeros(confidence.shape[0], dtype=torch.int64)
@@ -164,7 +188,7 @@ class OneBlock:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Policy):
     """Verify while ``c_k ≥ threshold``: the diagnostic policy, blind to load.
 
     Args:
@@ -172,18 +196,13 @@ class Threshold:
     """
 
     threshold: float
-    needs_confidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
             raise UserError(f"policy threshold {self.threshold} must lie in 0..1")
 
-    def depth(self, block_size: int) -> int:
-        """The whole block may be verified."""
-        return block_size
-
     def start(self) -> Choose:
-        """Begin a run."""
+        """The slots before the first confidence below the threshold."""
         return lambda confidence: threshold_lengths(confidence, self.threshold)
 
 
@@ -238,7 +257,7 @@ class _Curves:
 
 
 @dataclass(frozen=True, eq=False)
-class Scheduled:
+class Scheduled(Policy):
     """Algorithm 1: the causal hardware-aware scheduler.
 
     Args:
@@ -246,14 +265,9 @@ class Scheduled:
     """
 
     costs: CostTable | Tensor
-    needs_confidence: ClassVar[bool] = True
-
-    def depth(self, block_size: int) -> int:
-        """The whole block may be verified."""
-        return block_size
 
     def start(self) -> Choose:
-        """Begin a run."""
+        """Algorithm 1 on the confidences of each step."""
         curves = _Curves(self.costs)
 
         def choose(confidence: Tensor) -> Tensor:
@@ -264,7 +278,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True, eq=False)
-class ScheduledAsync:
+class ScheduledAsync(Policy):
     """Scheduler of production form: capacity from two steps before, spent on the current best tokens.
 
     The first two steps, about which nothing is known yet, verify everything.
@@ -274,14 +288,9 @@ class ScheduledAsync:
     """
 
     costs: CostTable | Tensor
-    needs_confidence: ClassVar[bool] = True
-
-    def depth(self, block_size: int) -> int:
-        """The whole block may be verified."""
-        return block_size
 
     def start(self) -> Choose:
-        """Begin a run."""
+        """The best tokens of each step, as many as the capacity two steps before."""
         curves = _Curves(self.costs)
         pending: deque[Tensor] = deque()
 
@@ -294,25 +303,112 @@ class ScheduledAsync:
         return choose
 
 
-Policy = FixedLength | OneBlock | Threshold | Scheduled | ScheduledAsync
+class OnlineThreshold(Policy):
+    """A threshold that moves until the wanted share of verified draft tokens is accepted.
+
+    After each round of N requests, ``logit(θ) += rate · N · (wanted − accepted share of the verified tokens)``:
+    below the wanted share it rises, above it falls, and where nothing was verified the share counts as 1,
+    so that a threshold too high for new traffic comes down. Summing the updates telescopes: over any
+    stretch in which θ stays inside its limits, the mean share over rounds differs from the wanted one by at
+    most ``range of logit(θ) / (rate · rounds)``, whatever the traffic does. Memory: one number, which runs of one
+    decoder share.
+    """
+
+    learns: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        wanted: float,
+        threshold: float = 0.5,
+        *,
+        rate: float = 5e-3,
+        low: float = 0.01,
+        high: float = 0.99,
+    ) -> None:
+        """Start from a threshold.
+
+        Args:
+            wanted: share of the verified draft tokens that should be accepted, in (0, 1).
+            threshold: starting value, in [low, high].
+            rate: change of the threshold's logit per round and unit of share.
+            low: smallest threshold, above 0.
+            high: largest threshold, below 1, so that some tokens are verified and the share stays measurable.
+        """
+        if not (0 < wanted < 1 and rate > 0 and 0 < low <= threshold <= high < 1):
+            raise UserError(
+                f"online threshold: need 0 < wanted < 1, rate > 0 and 0 < low ≤ threshold ≤ high < 1, got "
+                f"wanted={wanted}, rate={rate}, low={low}, threshold={threshold}, high={high}"
+            )
+        self.wanted, self.rate = wanted, rate
+        self._low, self._logit, self._high = map(_logit, (low, threshold, high))
+
+    @property
+    def threshold(self) -> float:
+        """To use from now on."""
+        return 1 / (1 + math.exp(-self._logit))
+
+    def start(self) -> Choose:
+        """The slots before the first confidence below the threshold of that moment."""
+        return lambda confidence: threshold_lengths(confidence, self.threshold)
+
+    def update(self, verify_length: Tensor, accepted: Tensor) -> None:
+        """Move the threshold by the accepted share of ``[N]`` verified and ``[N]`` accepted draft tokens."""
+        verified = float(verify_length.sum())
+        share = float(accepted.sum()) / verified if verified else 1.0
+        moved = self._logit + self.rate * len(accepted) * (self.wanted - share)
+        self._logit = min(self._high, max(self._low, moved))
+
+
+def _logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))
+
+
+@dataclass(frozen=True, eq=False)
+class FollowingSts(Policy):
+    """Another policy, given confidences whose scalings follow what is accepted (:class:`OnlineSts`)."""
+
+    policy: Policy
+    """Picks the lengths; it reads confidences, and may verify whole blocks."""
+    follows_sts: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.policy.needs_confidence:
+            raise UserError(
+                f"policy {type(self.policy).__name__} reads no confidences, whose scalings could follow: "
+                f"leave {ONLINE} out"
+            )
+
+    def start(self) -> Choose:
+        """What the other policy picks."""
+        return self.policy.start()
+
+    def update(self, verify_length: Tensor, accepted: Tensor) -> None:
+        """Let the other policy take note."""
+        self.policy.update(verify_length, accepted)
 
 
 def parse_policy(text: str, costs: CostTable | Path | None = None) -> Policy:
     """Read a policy as the command line writes it.
 
     Args:
-        text: ``fixed``, ``fixed:K``, ``threshold:P``, ``scheduled`` or ``asynchronous``.
+        text: ``fixed``, ``fixed:K``, ``threshold:P``, ``online:SHARE`` (a threshold that follows a wanted accepted
+            share), ``scheduled`` or ``asynchronous``; the last four also with ``+online`` behind.
         costs: measured costs (or their file) for the schedulers.
 
     Raises:
         UserError: unknown policy, a bad number, or a scheduler without costs.
     """
+    if text.endswith(ONLINE):
+        return FollowingSts(parse_policy(text.removesuffix(ONLINE), costs))
     name, _, value = text.partition(":")
     try:
         if name == "fixed" and not (value and int(value) < 0):
             return FixedLength(int(value) if value else None)
         if name == "threshold" and value:
             return Threshold(float(value))
+        if name == "online" and value:
+            return OnlineThreshold(float(value))
     except ValueError:
         raise UserError(f"policy {text!r}: {value!r} is not a number") from None
     if name in ("scheduled", "asynchronous") and not value:
@@ -322,4 +418,4 @@ def parse_policy(text: str, costs: CostTable | Path | None = None) -> Policy:
             )
         table = CostTable.load(costs) if isinstance(costs, Path) else costs
         return Scheduled(table) if name == "scheduled" else ScheduledAsync(table)
-    raise UserError(f"policy {text!r} is none of: fixed, fixed:K, threshold:P, scheduled, asynchronous")
+    raise UserError(f"policy {text!r} is none of: {POLICIES}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.errors import UserError
+from dspark_train.run import sampling_label
 
 BLOCK = 128
 """Logits whose maximum is taken first on a CPU: maxima vectorise there, a search for their places does not."""
@@ -43,6 +44,11 @@ class SamplingRule:
             raise UserError(f"top_k {self.top_k} must be at least 0 (0 keeps every token)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p {self.top_p} must lie above 0 and at most 1 (1 keeps every token)")
+
+    @property
+    def label(self) -> str:
+        """Its name in file names: ``greedy``, ``t1.0``, ``t0.7_k20``."""
+        return sampling_label(self.temperature, self.top_k, self.top_p)
 
     @property
     def greedy(self) -> bool:

@@ -20,7 +20,7 @@ from dspark_train.report.run_folder import RunFolder
 from dspark_train.report.tables import markdown_table
 from dspark_train.report.text import factor, fixed, quantity
 from dspark_train.report.views import ModeView
-from dspark_train.run import is_finished
+from dspark_train.run import Run
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def train_cells(
     logs = ablation.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for number, cell in enumerate(cells, start=1):
-        if is_finished(ablation.folder / cell.name):
+        if Run(ablation.folder / cell.name).finished:
             progress(number, len(cells), cell, "finished before")
             continue
         progress(number, len(cells), cell, "training")
@@ -111,7 +111,7 @@ def collect(ablation: Ablation) -> dict[str, Result]:
     return {
         cell.name: read_result(ablation.folder / cell.name, cell)
         for cell in ablation.cells()
-        if is_finished(ablation.folder / cell.name)
+        if Run(ablation.folder / cell.name).finished
     }
 
 

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspark_train.calibration.metrics import DEFAULT_BINS, reliability_bins
-from dspark_train.calibration.report import reached_slots, verified_slots
-from dspark_train.calibration.temperature import survival
+import torch
+
+from dspark_train.calibration.metrics import DEFAULT_BINS, ReliabilityBins, reliability_bins
+from dspark_train.calibration.selection import reached_slots, verified_slots
+from dspark_train.calibration.sts import survival
 from dspark_train.errors import UserError
 from dspark_train.files import BadLine, Journal
 from dspark_train.structures import DecodingTrace
@@ -52,19 +54,19 @@ class Record:
 
 
 def count_trace(
-    trace: DecodingTrace, temperatures: list[float] | None = None, bins: int = DEFAULT_BINS
+    trace: DecodingTrace, sts: list[float] | None = None, bins: int = DEFAULT_BINS
 ) -> dict[str, Any]:
     """Return the fields of a record that a trace gives.
 
     Args:
         trace: rounds of one prompt.
-        temperatures: ``[γ]`` of the confidences; None leaves them raw.
+        sts: ``[γ]`` scalings of the confidences; None leaves them raw.
         bins: K.
     """
     verified, reached = verified_slots(trace), reached_slots(trace)
     sparse: list[list[float]] = []
     if trace.confidence_logits.numel() and not bool(trace.confidence_logits.isnan().any()):
-        predicted = survival(trace.confidence_logits.double(), temperatures)
+        predicted = survival(trace.confidence_logits.double(), sts)
         sums = reliability_bins(predicted, trace.prefix_accepted, verified, bins=bins)
         for position, index in sums.count.nonzero().tolist():
             values = (sums.count, sums.predicted, sums.accepted)
@@ -76,6 +78,20 @@ def count_trace(
         "kept": (reached & trace.prefix_accepted).sum(0).tolist(),
         "bins": sparse,
     }
+
+
+def pooled_bins(records: Iterable[Record]) -> ReliabilityBins | None:
+    """Add up the reliability bins of records; None where none has confidences."""
+    entries = torch.tensor([entry for record in records for entry in record.bins], dtype=torch.float64)
+    if not len(entries):
+        return None
+    position, index = entries[:, :2].long().T
+    size = int(position.max()) + 1, int(index.max()) + 1
+    count, predicted, accepted = (
+        torch.zeros(size, dtype=torch.float64).index_put_((position, index), values, accumulate=True)
+        for values in entries[:, 2:].T
+    )
+    return ReliabilityBins(count, predicted, accepted)
 
 
 def conflicts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dspark_train.calibration.io import Calibration
-from dspark_train.calibration.report import trace_label
+from dspark_train.calibration.io import read_sts
 from dspark_train.decoding.policies import Policy, parse_policy
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.draft.model import DSparkDraft
@@ -28,7 +27,7 @@ from dspark_train.evaluation.evaluate import (
 from dspark_train.evaluation.records import RecordFile
 from dspark_train.evaluation.suites import Suite, load_suite
 from dspark_train.evaluation.summary import Bootstrap, summarise
-from dspark_train.run import environment, load_run
+from dspark_train.run import Run, environment
 from dspark_train.target.frozen import FrozenTarget
 
 BASELINES = ("plain", "head_off", "prompt_lookup")
@@ -80,8 +79,8 @@ class OpenDraft:
     label: str
     draft: DSparkDraft
     folder: Path
-    calibrations: dict[float, list[float]]
-    """By sampling temperature."""
+    sts: dict[float, list[float]]
+    """``[γ]`` scalings of its confidences by sampling temperature."""
 
 
 def draft_folder(path: Path) -> Path:
@@ -111,13 +110,17 @@ def retap(target: FrozenTarget, layer_ids: Sequence[int]) -> FrozenTarget:
     return FrozenTarget(target.model, list(layer_ids), target.tokenizer, target.name)
 
 
-def _calibrations(run: Path, draft: DSparkDraft, sampled: Sequence[float]) -> dict[float, list[float]]:
-    """Return what a run fitted for its confidences; nothing for a draft outside a run, or without a head."""
+def _sts(path: Path, draft: DSparkDraft, options: EvaluateOptions) -> dict[float, list[float]]:
+    """Return what a run fitted for its confidences, by sampling temperature.
+
+    Nothing for a draft outside a run, or without a confidence head.
+    """
     found = {}
-    for temperature in sampled if draft.confidence_head is not None else ():
-        path = run / f"calibration_{trace_label(temperature)}.json"
-        if path.is_file():
-            found[temperature] = list(Calibration.load(path, draft.config.block_size).temperatures)
+    for temperature in options.temperatures if draft.confidence_head is not None else ():
+        label = SamplingRule(temperature, options.top_k, options.top_p).label
+        sts = read_sts(Run(path), label, draft.config.block_size)
+        if sts is not None:
+            found[temperature] = sts
     return found
 
 
@@ -128,7 +131,7 @@ def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft
             options.run.resolve().name,
             own,
             options.run / "draft",
-            _calibrations(options.run, own, options.temperatures),
+            _sts(options.run, own, options),
         )
     ]
     for spec in options.drafts:
@@ -138,11 +141,7 @@ def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft
         draft = DSparkDraft.load(folder, dtype=target.dtype).eval()
         draft.to(device=target.device)
         draft.borrow(target)
-        opened.append(
-            OpenDraft(
-                label or path.resolve().name, draft, folder, _calibrations(path, draft, options.temperatures)
-            )
-        )
+        opened.append(OpenDraft(label or path.resolve().name, draft, folder, _sts(path, draft, options)))
     labels = [one.label for one in opened]
     if len(set(labels)) < len(labels):
         raise UserError(f"drafts: two of {', '.join(labels)} have one name; write --drafts name=folder")
@@ -157,7 +156,7 @@ def make_methods(
     for one in drafts:
         tapped = retap(target, one.draft.config.layer_ids)
         key = f"draft:{one.label}"
-        methods.append(DraftMethod(tapped, one.draft, key, one.label, "draft", one.calibrations, policy))
+        methods.append(DraftMethod(tapped, one.draft, key, one.label, "draft", one.sts, policy))
     first = drafts[0]
     if "head_off" in options.baselines and first.draft.markov_head is not None:
         tapped = retap(target, first.draft.config.layer_ids)
@@ -183,9 +182,9 @@ def _settings(
         "seed": options.seed,
         "drafts": {one.label: weights_digest(one.folder) for one in drafts},
         "confidence_temperatures": {
-            f"{one.label} {trace_label(t)}": fitted
+            f"{one.label} {SamplingRule(temperature, options.top_k, options.top_p).label}": fitted
             for one in drafts
-            for t, fitted in one.calibrations.items()
+            for temperature, fitted in one.sts.items()
         },
         "suites": {suite.name: _texts_digest(suite) for suite in suites},
     }
@@ -211,7 +210,12 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         for spec in options.suites
     ]
     policy = parse_policy(options.policy, options.costs)
-    run = load_run(options.run, options.dtype)
+    if policy.learns:
+        raise UserError(
+            f"policy {options.policy!r} learns from earlier prompts, and an evaluation measures each by itself; "
+            "use it with decode or simulate"
+        )
+    run = Run(options.run, options.dtype)
     drafts = open_drafts(options, run.target, run.draft)
     evaluation = Evaluation(
         target=run.target,

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspark_train.evaluation.records import Record
-from dspark_train.evaluation.statistics import Array, Sampled, bootstrap_weights, ratio
+from dspark_train.decoding.statistics import Array, Sampled, bootstrap_weights, ratio
+from dspark_train.evaluation.records import Record, pooled_bins
 
 PLAIN = "plain"
 """Key of plain decoding, the denominator of every speedup."""
@@ -64,18 +64,8 @@ class Measured:
 
 def calibration_error(records: Iterable[Record]) -> float | None:
     """Return the ECE of the survival probability, averaged over positions; None without confidences."""
-    sums: dict[tuple[float, float], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for record in records:
-        for position, index, *values in record.bins:
-            cell = sums[position, index]
-            for i, value in enumerate(values):
-                cell[i] += value
-    gaps: dict[float, float] = defaultdict(float)
-    counts: dict[float, float] = defaultdict(float)
-    for (position, _), (count, predicted, accepted) in sums.items():
-        gaps[position] += abs(predicted - accepted)
-        counts[position] += count
-    return sum(gaps[p] / counts[p] for p in counts) / len(counts) if counts else None
+    bins = pooled_bins(records)
+    return None if bins is None else float(bins.calibration_error.nanmean())
 
 
 def summarise(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dspark_train.run import STS_FILE
+
 Engine = Literal["vllm", "sglang"]
 
 ExportFormat = Literal["native", "speculators", "sglang", "dflash"]
@@ -95,7 +97,7 @@ def serving_commands(
         target: name or path of the target.
         folder: of the draft.
         block_size: γ.
-        calibrated: ``calibration.json`` lies in the folder.
+        calibrated: the file of scalings lies in the folder.
         folded: a temperature is folded into the confidence head.
     """
     commands = []
@@ -107,9 +109,7 @@ def serving_commands(
         versions = "vLLM 0.28 to 0.33" if folded else VERSIONS["vllm"]
         commands.append(f"# {versions}\nvllm serve {target} --speculative-config '{{{settings}}}'")
     if "sglang" in engines and not engines["sglang"]:
-        calibration = (
-            f" --speculative-dspark-confidence-sts-path {folder}/calibration.json" if calibrated else ""
-        )
+        calibration = f" --speculative-dspark-confidence-sts-path {folder}/{STS_FILE}" if calibrated else ""
         commands.append(
             f"# {VERSIONS['sglang']}\npython -m sglang.launch_server --model-path {target} "
             f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder} "

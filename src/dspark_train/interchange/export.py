@@ -38,6 +38,7 @@ from dspark_train.interchange.native import (
 )
 from dspark_train.interchange.speculators import to_speculators
 from dspark_train.interchange.verify import ReadBack, verify_folder
+from dspark_train.run import STS_FILE
 
 if TYPE_CHECKING:
     from dspark_train.draft.model import DSparkDraft
@@ -91,7 +92,7 @@ class ExportResult:
             self.target,
             str(self.folder),
             self.config["block_size"],
-            calibrated=(self.folder / "calibration.json").is_file(),
+            calibrated=(self.folder / STS_FILE).is_file(),
             folded=self.temperature is not None,
         )
 
@@ -214,7 +215,7 @@ def export_draft(
 def replace_folder(source: Path, folder: Path) -> None:
     """Move the files of ``source`` into ``folder``; weights and temperatures of an earlier export are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    singles = [folder / "model.safetensors.index.json", folder / "calibration.json"]
+    singles = [folder / "model.safetensors.index.json", folder / STS_FILE]
     for stale in [*folder.glob("model*.safetensors"), *singles]:
         stale.unlink(missing_ok=True)
     for path in source.iterdir():

@@ -316,7 +316,7 @@ def own_rounds(
     cut the answer. So the decoder runs one block further, and the rounds that began before the limit are
     kept.
     """
-    from dspark_train.calibration.report import select_rounds
+    from dspark_train.calibration.selection import select_rounds
     from dspark_train.decoding.decoder import generate
 
     result = generate(target, draft, prompts, max_new_tokens=max_new_tokens + draft.config.block_size)

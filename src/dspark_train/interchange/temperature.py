@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from dspark_train.errors import UserError
+from dspark_train.run import Run
 from dspark_train.structures import DecodingTrace
 
 
@@ -34,18 +34,16 @@ class SingleTemperature:
         )
 
 
-def fit_single(
-    fit: DecodingTrace, heldout: DecodingTrace, temperatures: tuple[float, ...]
-) -> SingleTemperature:
+def fit_single(fit: DecodingTrace, heldout: DecodingTrace, sts: tuple[float, ...]) -> SingleTemperature:
     """Choose one temperature on ``fit``, by mean ECE of the running product, and judge it on ``heldout``.
 
     Args:
         fit: rounds that it is chosen on.
         heldout: rounds that it is judged on.
-        temperatures: ``[γ]`` of sequential temperature scaling, for comparison.
+        sts: ``[γ]`` of sequential temperature scaling, for comparison.
     """
-    from dspark_train.calibration.report import measure_reliability
-    from dspark_train.calibration.temperature import GRID
+    from dspark_train.calibration.reliability import measure_reliability
+    from dspark_train.calibration.sts import GRID
 
     gamma = fit.block_size
     errors = {float(t): measure_reliability(fit, [float(t)] * gamma).mean_ece for t in GRID[::4]}
@@ -54,25 +52,26 @@ def fit_single(
         temperature=best,
         ece_raw=measure_reliability(heldout).mean_ece,
         ece_single=measure_reliability(heldout, [best] * gamma).mean_ece,
-        ece_sequential=measure_reliability(heldout, temperatures).mean_ece,
+        ece_sequential=measure_reliability(heldout, sts).mean_ece,
         rounds=int(heldout.request.numel()),
     )
 
 
-def single_temperature(run: Path) -> SingleTemperature:
-    """Choose the one temperature of a run, from its greedy traces and its ``calibration.json``.
+def single_temperature(run: Run) -> SingleTemperature:
+    """Choose the one temperature of a run, from its greedy traces and the scalings fitted for greedy decoding.
 
     Raises:
-        UserError: the run was not calibrated.
+        UserError: the run was not calibrated for greedy decoding.
     """
     from dspark_train.calibration.io import Calibration
 
-    paths = [run / "traces" / f"{split}_greedy.safetensors" for split in ("calibration", "heldout")]
-    missing = [str(path) for path in paths if not path.is_file()]
+    splits = ("calibration", "heldout")
+    needed = [*(run.trace_path(split, "greedy") for split in splits), run.sts_path("greedy")]
+    missing = [str(path) for path in needed if not path.is_file()]
     if missing:
         raise UserError(
-            f"fold_temperature needs {', '.join(missing)}; run `dspark-train calibrate {run}` first"
+            f"fold_temperature needs {', '.join(missing)}; run `dspark-train calibrate {run.path}` first"
         )
-    fit, heldout = (DecodingTrace.load(path) for path in paths)
-    temperatures = Calibration.load(run / "calibration.json", fit.block_size).temperatures
-    return fit_single(fit, heldout, temperatures)
+    fit, heldout = (DecodingTrace.load(run.trace_path(split, "greedy")) for split in splits)
+    sts = Calibration.load(run.sts_path("greedy"), fit.block_size).temperatures
+    return fit_single(fit, heldout, sts)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dspark_train.calibration.metrics import ReliabilityBins
-    from dspark_train.calibration.report import BeforeAfter
+    from dspark_train.calibration.reliability import BeforeAfter
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours: told apart with any kind of colour vision."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from dspark_train.calibration.metrics import DEFAULT_BINS, ReliabilityBins, reliability_bins
-from dspark_train.calibration.online import OnlineTemperatures
-from dspark_train.calibration.report import select_rounds, verified_slots
-from dspark_train.calibration.temperature import survival
+from dspark_train.calibration.online import OnlineSts
+from dspark_train.calibration.selection import select_rounds, verified_slots
+from dspark_train.calibration.sts import survival
 from dspark_train.structures import DecodingTrace
 
 STEP = 16
@@ -38,7 +38,7 @@ class DriftPoint:
 
 def replay_drift(
     phases: Sequence[tuple[str, DecodingTrace]],
-    online: OnlineTemperatures,
+    online: OnlineSts,
     *,
     stretch: int = 400,
     bins: int = DEFAULT_BINS,
@@ -62,8 +62,8 @@ def replay_drift(
         for start in range(0, total, STEP):
             part = select_rounds(trace, torch.arange(start, min(start + STEP, total)))
             logits = part.confidence_logits.to(torch.float64)
-            for name, temperatures in (("frozen", frozen), ("online", online.temperatures)):
-                predicted = survival(logits, temperatures)
+            for name, sts in (("frozen", frozen), ("online", online.sts)):
+                predicted = survival(logits, sts)
                 counted[name].append(
                     reliability_bins(predicted, part.prefix_accepted, verified_slots(part), bins=bins)
                 )

@@ -7,16 +7,16 @@ They read a trace that verified whole blocks and decode nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dspark_train.calibration.online import OnlineTemperatures
-from dspark_train.calibration.report import calibrate_traces, reached_slots, split_by_domain, verified_slots
-from dspark_train.calibration.temperature import conditional
+from dspark_train.calibration.fit import calibrate_traces
+from dspark_train.calibration.online import OnlineSts
+from dspark_train.calibration.selection import reached_slots, split_by_domain, verified_slots
+from dspark_train.calibration.sts import conditional
 from dspark_train.decoding.policies import threshold_lengths
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
@@ -55,14 +55,14 @@ class Sweep:
 
 def threshold_sweep(
     trace: DecodingTrace,
-    temperatures: Sequence[float] | None = None,
+    sts: Sequence[float] | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> list[Sweep]:
     """Verify recorded rounds while ``c_k ≥ θ``, for many θ; all rounds first, then each domain.
 
     Args:
         trace: Rounds that verified whole blocks (fewer only at a request's end).
-        temperatures: ``[γ]`` of the confidences; None for raw ones.
+        sts: ``[γ]`` scalings of the confidences; None for raw ones.
         thresholds: In [0, 1].
 
     Raises:
@@ -71,13 +71,13 @@ def threshold_sweep(
     require_rounds(trace, confidences=True)
     if wrong := [value for value in thresholds if not 0 <= value <= 1]:
         raise UserError(f"threshold sweep: thresholds must lie in 0..1, got {wrong}")
-    return [_sweep(name, part, temperatures, thresholds) for name, part in groups(trace).items()]
+    return [_sweep(name, part, sts, thresholds) for name, part in groups(trace).items()]
 
 
 def _sweep(
-    group: str, trace: DecodingTrace, temperatures: Sequence[float] | None, thresholds: Sequence[float]
+    group: str, trace: DecodingTrace, sts: Sequence[float] | None, thresholds: Sequence[float]
 ) -> Sweep:
-    confidence = conditional(trace.confidence_logits.to(torch.float64), temperatures)
+    confidence = conditional(trace.confidence_logits.to(torch.float64), sts)
     lengths = torch.stack([threshold_lengths(confidence, threshold) for threshold in thresholds])
     verified = lengths.minimum(trace.verify_length)  # [G, R]
     accepted = verified.minimum(trace.accepted)
@@ -157,6 +157,22 @@ class Drift:
         return {"first": self.first, "second": self.second, "points": [vars(point) for point in self.points]}
 
 
+def drifting_load(
+    fit: DecodingTrace, heldout: DecodingTrace
+) -> list[tuple[str, DecodingTrace, DecodingTrace]] | None:
+    """A load that drifts from the domain that is accepted most to the one accepted least.
+
+    Returns:
+        Of each of the two: its name, its rounds in ``fit``, its rounds in ``heldout``; None where both traces do not
+        share two domains.
+    """
+    fitting, traffic = split_by_domain(fit), split_by_domain(heldout)
+    shared = sorted(fitting.keys() & traffic.keys(), key=lambda name: traffic[name].accepted_length)
+    if len(shared) < 2:
+        return None
+    return [(name, fitting[name], traffic[name]) for name in (shared[-1], shared[0])]
+
+
 def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> Drift | None:
     """Fit temperatures on the easiest domain, then let its held-out traffic give way to the hardest domain's.
 
@@ -167,24 +183,23 @@ def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> Drift | None:
     Returns:
         ECE of frozen and of following temperatures along the traffic; None where there are not two domains.
     """
-    fitting, traffic = split_by_domain(fit), split_by_domain(heldout)
-    shared = sorted(fitting.keys() & traffic.keys(), key=lambda name: traffic[name].accepted_length)
-    if len(shared) < 2:
+    load = drifting_load(fit, heldout)
+    if load is None:
         return None
-    first, second = shared[-1], shared[0]
-    start = calibrate_traces(fitting[first], traffic[first]).temperatures
-    phases = [(first, traffic[first]), (second, traffic[second])]
-    return Drift(first, second, replay_drift(phases, OnlineTemperatures(start)))
+    (first, fitting, traffic), (second, _, _) = load
+    start = calibrate_traces(fitting, traffic).sts
+    phases = [(name, rounds) for name, _, rounds in load]
+    return Drift(first, second, replay_drift(phases, OnlineSts(start)))
 
 
-def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float] | None:
-    """Wilson's score interval of a share; None for a count of 0."""
+def wilson(hits: int, count: int) -> tuple[float, float] | None:
+    """95 % interval of a share (Wilson's score interval); None for a count of 0."""
     if count == 0:
         return None
-    share, spread = hits / count, z * z / count
-    middle = share + spread / 2
-    half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    from scipy.stats import binomtest
+
+    interval = binomtest(hits, count).proportion_ci(0.95, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def groups(trace: DecodingTrace) -> dict[str, DecodingTrace]:

@@ -9,6 +9,7 @@ and of the rest of the round. Prompts' passes are not part of it: numbers are fo
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark_train.calibration.temperature import conditional
+from dspark_train.calibration.online import OnlineSts
+from dspark_train.calibration.sts import conditional
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
 from dspark_train.errors import UserError
@@ -95,13 +97,18 @@ class Replay:
     """
 
     def __init__(
-        self, trace: DecodingTrace, temperatures: Sequence[float] | None, slots: int, *, endless: bool = True
+        self,
+        trace: DecodingTrace,
+        sts: Sequence[float] | OnlineSts | None,
+        slots: int,
+        *,
+        endless: bool = True,
     ) -> None:
         """Make the first ``slots`` requests.
 
         Args:
             trace: The record.
-            temperatures: ``[γ]`` of the confidences; None for raw ones.
+            sts: ``[γ]`` scalings of the confidences; None for raw ones.
             slots: Concurrent requests.
             endless: Start at evenly spread rounds of shuffled requests and replace each request that ends; or
                 else decode each recorded request once, from its start, in recorded order.
@@ -109,7 +116,7 @@ class Replay:
         count = int(trace.request.max()) + 1
         shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         request, order = (shuffled[trace.request] if endless else trace.request).sort(stable=True)
-        self.confidence = conditional(trace.confidence_logits[order].to(torch.float64), temperatures)
+        self.logits, self.sts = trace.confidence_logits[order].to(torch.float64), sts
         self.accepted, self.verifiable = trace.accepted[order], trace.verify_length[order]
         _, owner, rounds = request.unique_consecutive(return_inverse=True, return_counts=True)
         self.last = rounds.cumsum(0) - 1
@@ -126,6 +133,10 @@ class Replay:
         self.recorded = owner[places]
         self.left = (self.length + done_before[self.first])[self.recorded] - done_before[places]
         self.upcoming = int(self.recorded[-1]) + 1
+
+    def confidence(self, rounds: Tensor) -> Tensor:
+        """Confidences ``[R, γ]`` of recorded rounds ``[R]``, by the scalings of this moment."""
+        return conditional(self.logits[rounds], self.sts.sts if isinstance(self.sts, OnlineSts) else self.sts)
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Move on by up to ``[R]`` tokens, and give the places of requests that ended to the next ones.
@@ -185,17 +196,22 @@ def play(replay: Replay, policy: Policy, steps: int | None = None) -> Steps:
         policy: Picks verify lengths.
         steps: Rounds of all requests together; None until a replay that is not endless is used up.
     """
+    if policy.follows_sts and not isinstance(replay.sts, OnlineSts):
+        replay.sts = OnlineSts(replay.sts or [1.0] * replay.logits.shape[1])
     choose = policy.start()
     counts: list[tuple[int, int, int, int, int]] = []
     while len(replay.round) and (steps is None or len(counts) < steps):
         rounds = replay.round
-        lengths = choose(replay.confidence[rounds]).minimum(replay.verifiable[rounds])
+        lengths = choose(replay.confidence(rounds)).minimum(replay.verifiable[rounds])
         accepted = lengths.minimum(replay.accepted[rounds])
+        policy.update(lengths, accepted)
+        if isinstance(replay.sts, OnlineSts):
+            replay.sts.update(replay.logits[rounds], lengths, accepted)
         moved = replay.advance(accepted + 1)
         sums = (int(lengths.sum()), int(moved.sum()), int(accepted.sum()))
         counts.append((len(rounds), *sums, int(lengths.max()) + 1))
     active, verified, tokens, found, width = torch.tensor(counts, dtype=torch.int64).view(-1, 5).unbind(1)
-    return Steps(active, verified, tokens, found, width, policy.depth(replay.confidence.shape[1]))
+    return Steps(active, verified, tokens, found, width, policy.depth(replay.logits.shape[1]))
 
 
 def simulate_point(
@@ -204,7 +220,7 @@ def simulate_point(
     named: NamedPolicy,
     requests: int,
     *,
-    temperatures: Sequence[float] | None = None,
+    sts: Sequence[float] | None = None,
     steps: int | None = None,
 ) -> LoadPoint:
     """Simulate ``requests`` concurrent requests under one policy; a request that ends is replaced at once.
@@ -214,7 +230,7 @@ def simulate_point(
         costs: Measured costs; what is paid. (What a scheduler believes is in its policy.)
         named: The policy.
         requests: R ≥ 1.
-        temperatures: ``[γ]`` of the confidences; None for raw ones.
+        sts: ``[γ]`` scalings of the confidences; None for raw ones.
         steps: Rounds of all requests together; None for enough.
 
     Raises:
@@ -226,7 +242,8 @@ def simulate_point(
         return _plain_point(named.name, costs, requests)
     require_rounds(trace, confidences=named.policy.needs_confidence)
     steps = steps or max(LEAST_STEPS, math.ceil(LEAST_ROUNDS / requests))
-    played = play(Replay(trace, temperatures, requests), named.policy, steps)
+    policy = copy.deepcopy(named.policy)  # one that has learnt nothing yet
+    played = play(Replay(trace, sts, requests), policy, steps)
     return _point(named.name, costs, requests, played)
 
 
@@ -236,7 +253,7 @@ def simulate_queue(
     policy: Policy | None,
     batch_size: int,
     *,
-    temperatures: Sequence[float] | None = None,
+    sts: Sequence[float] | None = None,
 ) -> tuple[int, float, int]:
     """Predict the decoding of just the recorded requests, ``batch_size`` at once.
 
@@ -247,13 +264,13 @@ def simulate_queue(
         costs: Measured costs.
         policy: The policy; None decodes plainly.
         batch_size: Requests at once; fewer when none are left to join.
-        temperatures: ``[γ]`` of the confidences; None for raw ones.
+        sts: ``[γ]`` scalings of the confidences; None for raw ones.
 
     Returns:
         Tokens (each request's first one, which its prompt's pass makes, is not among them), seconds, and
         rounds of single requests.
     """
-    replay = Replay(trace, temperatures, batch_size, endless=False)
+    replay = Replay(trace, sts, batch_size, endless=False)
     if policy is not None:
         played = play(replay, policy)
         return int(played.tokens.sum()), float(played.seconds(costs).sum()), int(played.active.sum())
@@ -321,12 +338,12 @@ def simulate(
     policies: Sequence[NamedPolicy],
     requests: Sequence[int] = REQUESTS,
     *,
-    temperatures: Sequence[float] | None = None,
+    sts: Sequence[float] | None = None,
     steps: int | None = None,
 ) -> list[LoadPoint]:
     """Simulate every policy at every number of concurrent requests; arguments as :func:`simulate_point`."""
     return [
-        simulate_point(trace, costs, named, count, temperatures=temperatures, steps=steps)
+        simulate_point(trace, costs, named, count, sts=sts, steps=steps)
         for named in policies
         for count in requests
     ]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark_train.calibration.metrics import DEFAULT_BINS, expected_calibration_error
+from dspark_train.calibration.metrics import DEFAULT_BINS, brier_score, expected_calibration_error
 from dspark_train.errors import UserError
 
 GRID = torch.logspace(-4, 4, 129, base=2, dtype=torch.float64)
@@ -25,36 +25,36 @@ SLACK = 0.1
 """Two ECEs of n rounds that differ by less than ``SLACK / √n`` are taken as equal: a tenth of their noise."""
 
 
-def survival(confidence_logits: Tensor, temperatures: Tensor | Sequence[float] | None = None) -> Tensor:
+def survival(confidence_logits: Tensor, sts: Tensor | Sequence[float] | None = None) -> Tensor:
     """Survival probabilities ``a_k = Π_{i≤k} σ(logit_i / T_i)``.
 
     Args:
         confidence_logits: ``[..., γ]`` raw logits.
-        temperatures: ``[γ]``, each > 0; None for no scaling.
+        sts: ``[γ]`` temperatures ``T_k``, each > 0; None for no scaling.
 
     Returns:
         ``[..., γ]``, never rising along the last dimension, in the logits' dtype.
     """
-    return conditional(confidence_logits, temperatures).cumprod(-1)
+    return conditional(confidence_logits, sts).cumprod(-1)
 
 
-def conditional(confidence_logits: Tensor, temperatures: Tensor | Sequence[float] | None = None) -> Tensor:
+def conditional(confidence_logits: Tensor, sts: Tensor | Sequence[float] | None = None) -> Tensor:
     """Confidences ``c_k = σ(logit_k / T_k)``: accepted, given that all earlier draft tokens were.
 
     Args:
         confidence_logits: ``[..., γ]`` raw logits.
-        temperatures: ``[γ]``, each > 0; None for no scaling.
+        sts: ``[γ]`` temperatures ``T_k``, each > 0; None for no scaling.
 
     Returns:
         ``[..., γ]`` in the logits' dtype.
     """
-    if temperatures is None:
+    if sts is None:
         return confidence_logits.sigmoid()
-    scale = torch.as_tensor(temperatures, dtype=confidence_logits.dtype, device=confidence_logits.device)
+    scale = torch.as_tensor(sts, dtype=confidence_logits.dtype, device=confidence_logits.device)
     return (confidence_logits / scale).sigmoid()
 
 
-def fit_temperatures(
+def fit_sts(
     confidence_logits: Tensor,
     prefix_accepted: Tensor,
     observed: Tensor,
@@ -100,22 +100,14 @@ def fit_temperatures(
     running = torch.ones(logits.shape[0], dtype=torch.float64)
     for position in range(logits.shape[1]):
         rows = observed[:, position]
-        tried = running[rows] * (logits[rows, position] / grid[:, None]).sigmoid()  # [G, R']
-        outcome = accepted[rows, position]
-        error = _grid_errors(tried, outcome, bins)
+        tried = running[rows, None] * (logits[rows, position, None] / grid).sigmoid()  # [R', G]
+        outcome = accepted[rows, position, None].expand_as(tried)
+        error = expected_calibration_error(tried, outcome, bins=bins)
         near = error <= error.min() + SLACK / math.sqrt(len(outcome))
-        brier = (tried - outcome).square().mean(1)
+        brier = brier_score(tried, outcome)
         fitted[position] = grid[torch.where(near, brier, torch.inf).argmin()]
         running = running * (logits[:, position] / fitted[position]).sigmoid()
     return _best_prefix(fitted, logits, accepted, observed, bins)
-
-
-def _grid_errors(predicted: Tensor, outcome: Tensor, bins: int) -> Tensor:
-    """ECE of each row: ``[G, R]`` predictions of one ``[R]`` outcome → ``[G]``; one pass over the data."""
-    count = predicted.shape[0]
-    index = (predicted * bins).long().clamp_max(bins - 1) + bins * torch.arange(count)[:, None]
-    gaps = torch.bincount(index.flatten(), (predicted - outcome).flatten(), minlength=count * bins)
-    return gaps.view(count, bins).abs().sum(1) / predicted.shape[1]
 
 
 def _best_prefix(fitted: Tensor, logits: Tensor, accepted: Tensor, observed: Tensor, bins: int) -> Tensor:

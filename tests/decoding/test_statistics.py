@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_train.evaluation.statistics import Sampled, bootstrap_weights, ratio
+from dspark_train.decoding.statistics import Sampled, bootstrap_weights, ratio
 
 
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(0, 5))

@@ -4,15 +4,10 @@ import json
 import pytest
 import torch
 
+from dspark_train.calibration.fit import calibrate_traces, write_report
 from dspark_train.calibration.io import Calibration
-from dspark_train.calibration.report import (
-    calibrate_traces,
-    measure_reliability,
-    split_by_domain,
-    trace_label,
-    verified_slots,
-    write_report,
-)
+from dspark_train.calibration.reliability import measure_reliability
+from dspark_train.calibration.selection import split_by_domain, verified_slots
 from dspark_train.errors import UserError
 from dspark_train.report.calibration_plots import plot_reliability
 from dspark_train.structures import DecodingTrace
@@ -86,7 +81,7 @@ def test_json_of_a_perfect_draft_has_null_instead_of_nan(trace, tmp_path):
 def test_calibration_file_of_a_result(result, tmp_path):
     result.calibration("prompts of the run").save(tmp_path / "calibration.json")
     loaded = Calibration.load(tmp_path / "calibration.json", block_size=3)
-    assert loaded.temperatures == result.temperatures
+    assert loaded.temperatures == result.sts
     assert loaded.ece_after == result.heldout.after.mean_ece
     assert loaded.num_samples == 6000
 
@@ -109,12 +104,5 @@ def test_traces_that_do_not_belong_together(trace):
 
 
 def test_plot_is_drawn(result, tmp_path):
-    plot_reliability(tmp_path / "reliability.png", result.temperatures, result.heldout, 1.0)
+    plot_reliability(tmp_path / "reliability.png", result.sts, result.heldout, 1.0)
     assert (tmp_path / "reliability.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("temperature", "label"), [(0.0, "greedy"), (1.0, "t1.0"), (1, "t1.0"), (0.7, "t0.7")]
-)
-def test_labels(temperature, label):
-    assert trace_label(temperature) == label
