@@ -22,6 +22,7 @@ def calibrate(
     refresh: bool = False,
     shift: bool = True,
     seed: int = 0,
+    seconds: float = float("inf"),
     dtype: Literal["auto", "bfloat16", "float32"] | None = None,
 ) -> None:
     """Fit the confidence head's bias and one scaling per draft position, so that confidences mean what they say.
@@ -43,6 +44,8 @@ def calibrate(
         refresh: decode again even where the run holds rounds.
         shift: fit the bias too, on the rounds of the first sampling temperature; false leaves it as it is.
         seed: of the sampling.
+        seconds: for decoding, all splits and ways of sampling together; prompts that have not begun by then are left
+            out.
         dtype: of target and draft. Left out: float32 on a CPU, else the run's. A CPU that computes in bfloat16 is
             faster in it with many requests at once.
     """
@@ -55,7 +58,7 @@ def calibrate(
     if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
         raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
     rules = [SamplingRule(temperature, top_k, top_p) for temperature in temperatures]
-    recording = Recording(prompts, max_new_tokens, batch_size, seed, refresh)
+    recording = Recording(prompts, max_new_tokens, batch_size, seed, refresh, seconds / (2 * len(rules)))
     opened = run_to_record(run, dtype)
     data_name = Path(str(opened.required_config()["data"]["path"])).name
     opened.plots_path.mkdir(exist_ok=True)
