@@ -17,8 +17,7 @@ from table import machine, run_argument, write_table
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.run import Run
 from dspark_train.target.config import TargetConfig
-from dspark_train.training.cache_builder import CacheBuilder
-from dspark_train.training.feature_cache import FeatureCache, Storage
+from dspark_train.training.feature_cache import FeatureCache, Storage, identity_of
 from dspark_train.training.module import DSparkModule
 from dspark_train.training.optimizer import OptimizerConfig
 from dspark_train.training.terms import ObjectiveConfig
@@ -42,13 +41,13 @@ def held_out(run: Run, cache: FeatureCache | None) -> tuple[dict[str, float], fl
     """Losses and expected τ over the held-out conversations, and the seconds that the target's states took."""
     module = module_of(run)
     if cache is not None:
-        module.outside["feature_cache"] = cache
+        module.source = cache
     seconds = 0.0
     with torch.no_grad(), torch.autocast(run.target.device.type, torch.bfloat16):
         for batch in run.data.val_dataloader():
             prepared = module.on_before_batch_transfer(batch, 0)
             started = time.perf_counter()
-            module.states(prepared)
+            module._states(prepared.batch.tokens)
             seconds += time.perf_counter() - started
             module.validation_step(prepared, 0)
     values = module.metrics("val").compute()
@@ -64,12 +63,11 @@ def main() -> None:
         for kind in ("fresh", *storages):
             cache, size, building = None, 0, 0.0
             if kind != "fresh":
-                builder = CacheBuilder(Path(folder) / kind, run.target, [store], storage=kind)
-                started = time.perf_counter()
-                builder.build()
-                cache = builder.finish()
-                building = time.perf_counter() - started
-                size = sum(path.stat().st_size for path in builder.folder.glob("*.safetensors"))
+                cache = FeatureCache(Path(folder) / kind, identity_of(run.target, kind), run.target)
+                for batch in run.data.val_dataloader():
+                    cache.states(batch.tokens, "cpu")
+                building = cache.filling.seconds
+                size = sum(path.stat().st_size for path in cache.folder.glob("*.safetensors"))
             values, seconds = held_out(run, cache)
             results[kind] = (size, building, seconds, values)
     names = ("loss", "ce", "tv", "confidence", "tau")
