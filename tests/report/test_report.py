@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from dspark_train.errors import UserError
-from dspark_train.report import readers, text
-from dspark_train.report.comparison import comparison_page, flatten, labels, write_comparison
+from dspark_train.report import drawing, text
+from dspark_train.report.comparison_page import comparison_page, flatten, labels, write_comparison
+from dspark_train.report.figures import smooth, thin
 from dspark_train.report.page import render
-from dspark_train.report.report import run_page, write_report
 from dspark_train.report.run_folder import RunFolder, read_metrics
-from dspark_train.report.sections import smooth, thin
+from dspark_train.report.run_page import run_page, write_report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 FILES = {
@@ -158,6 +158,11 @@ def test_acceptance_needs_one_of_two_files(copy: Path) -> None:
     assert "acceptance" not in {section.key for section in run_page(RunFolder.load(copy)).sections}
 
 
+def test_a_run_that_does_not_say_how_long_it_trained(copy: Path) -> None:
+    (copy / "run.json").unlink()
+    assert RunFolder.load(copy).fit_seconds is None
+
+
 def test_no_section_is_empty_even_with_one_file(copy: Path) -> None:
     for entry in copy.iterdir():
         if entry.name != "metrics.csv":
@@ -253,6 +258,11 @@ def test_colours_have_the_contrast_that_wcag_asks_for() -> None:
         for block in re.findall(r":root \{(.*?)\}", style, re.S)
     ]
     assert len(schemes) == 2
+    light = [schemes[0][f"c{i}"] for i in range(6)]
+    assert light == list(drawing.PALETTE)
+    named = [schemes[0][name] for name in ("page", "ink", "soft", "hair")]
+    assert named == [drawing.PAGE, drawing.INK, drawing.SOFT, drawing.HAIR]
+    assert (schemes[0]["ramp-from"], schemes[0]["ramp-to"]) == drawing.RAMP
     for scheme in schemes:
         for ink in ("ink", "soft", "link", "yes", "no"):
             assert _contrast(scheme[ink], scheme["page"]) >= 4.5, ink
@@ -279,4 +289,3 @@ def test_numbers_as_text() -> None:
     assert text.quantity(14_213_633) == "14.2 million"
     assert text.share(0.0123) == "1.2\u202f%"
     assert text.signed(-0.5) == "−0.50"
-    assert readers.fit_seconds({}) is None

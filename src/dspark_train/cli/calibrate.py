@@ -49,9 +49,10 @@ def calibrate(
         trace_label,
         write_report,
     )
-    from dspark_train.report.calibration_plots import plot_reliability
+    from dspark_train.report.figures import save_reliability
     from dspark_train.studies.confidence_shift import ShiftedRun
     from dspark_train.studies.record import RecordedRounds, Recording
+    from dspark_train.studies.reliability import ReliabilityStudy
 
     if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
         raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
@@ -72,9 +73,13 @@ def calibrate(
         calibration.save(run / f"calibration_{label}.json")
         if not results:
             calibration.save(run / "calibration.json")
-        plot_reliability(
-            run / "plots" / f"reliability_{label}.png", result.temperatures, result.heldout, temperature
+        study = ReliabilityStudy.of(
+            result.heldout,
+            split="heldout",
+            sampling_temperature=temperature,
+            temperatures=list(result.temperatures),
         )
+        save_reliability(run / "plots" / f"reliability_{label}.png", study)
         print_result(result)
         results.append(result)
     write_report(run / "calibration_report.json", results)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
-    from dspark_train.studies.rounds import Acceptance, Drift, Sweep
+    from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, ThresholdPoint, ThresholdStudy
     from dspark_train.studies.simulate import LoadPoint
 
 
@@ -38,47 +38,51 @@ def studies(
         refresh: decode again even where the run holds rounds.
     """
     from dspark_train.calibration.report import compare_reliability, trace_label
-    from dspark_train.report.calibration_plots import plot_reliability
-    from dspark_train.report.study_plots import plot_acceptance, plot_drift, plot_sweep
+    from dspark_train.decoding.acceptance import acceptance_by_position
+    from dspark_train.files import write_result
+    from dspark_train.report import figures
+    from dspark_train.report.drawing import save_png
+    from dspark_train.structures import DecodingTrace
     from dspark_train.studies.record import RecordedRounds, Recording
-    from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
+    from dspark_train.studies.reliability import ReliabilityStudy
+    from dspark_train.studies.rounds import AcceptanceStudy, ThresholdStudy, drift_study, threshold_sweep
 
     rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
     trace = rounds.trace(split, temperature)
     temperatures = run_temperatures(run, temperature, trace.block_size)
-    common = {
+    common: dict[str, Any] = {
         "split": split,
         "sampling_temperature": temperature,
         "rounds": len(trace.request),
         "temperatures": temperatures,
     }
     folder, plots = _folders(run)
-    acceptances = acceptance_by_position(trace)
-    by_group = {part.group: part.to_json() for part in acceptances}
-    _write(folder / "acceptance.json", {**common, "groups": by_group})
-    plot_acceptance(plots / "acceptance.png", acceptances)
-    _print_acceptance(acceptances)
-    sweeps = threshold_sweep(trace, temperatures)
-    _write(folder / "threshold_sweep.json", {**common, "groups": {s.group: s.to_json() for s in sweeps}})
-    plot_sweep(plots / "threshold_sweep.png", sweeps)
-    _print_sweeps(sweeps)
+    acceptance = AcceptanceStudy(
+        **common, groups={part.group: part for part in acceptance_by_position(trace)}
+    )
+    write_result(folder / "acceptance.json", acceptance)
+    save_png(plots / "acceptance.png", figures.acceptance(acceptance), figures.over(acceptance))
+    _print_acceptance(acceptance)
+    thresholds = ThresholdStudy(**common, groups=threshold_sweep(trace, temperatures))
+    write_result(folder / "threshold_sweep.json", thresholds)
+    pictures = figures.thresholds(thresholds)
+    save_png(plots / "threshold_sweep.png", pictures, figures.over(thresholds), columns=2)
+    _print_thresholds(thresholds)
     compared = compare_reliability(trace, temperatures or [1.0] * trace.block_size)
-    _write(folder / "reliability.json", {**common, **compared.to_json()})
+    reliability = ReliabilityStudy.of(compared, **common)
+    write_result(folder / "reliability.json", reliability)
     if temperatures is not None:
-        plot_reliability(
-            plots / f"reliability_{trace_label(temperature)}.png", temperatures, compared, temperature
-        )
+        figures.save_reliability(plots / f"reliability_{trace_label(temperature)}.png", reliability)
     before, after = 100 * compared.before.mean_ece, 100 * compared.after.mean_ece
     scaled = f", {after:.1f} % scaled" if temperatures else " (not calibrated: run `calibrate`)"
     print(f"reliability: mean ECE {before:.1f} % raw{scaled}; noise {100 * compared.after.mean_noise:.1f} %")
     fitting = rounds.path("calibration", temperature)
     if fitting.is_file() and split == "heldout":
-        from dspark_train.structures import DecodingTrace
-
         drift = drift_study(DecodingTrace.load(fitting), trace)
         if drift is not None:
-            _write(folder / "online.json", {**common, **drift.to_json()})
-            plot_drift(plots / "online.png", drift)
+            drift = dataclasses.replace(drift, **common)
+            write_result(folder / "online.json", drift)
+            save_png(plots / "online.png", [figures.drift(drift)], figures.over(drift))
             _print_drift(drift)
     print(f"wrote {folder} and {plots}")
 
@@ -114,9 +118,11 @@ def simulate(
         refresh: decode again even where the run holds rounds.
     """
     from dspark_train.decoding.cost import CostTable
-    from dspark_train.report.study_plots import plot_load
+    from dspark_train.files import write_result
+    from dspark_train.report import figures
+    from dspark_train.report.drawing import save_png
     from dspark_train.studies.record import RecordedRounds, Recording
-    from dspark_train.studies.simulate import points_to_json, standard_policies
+    from dspark_train.studies.simulate import LoadStudy, standard_policies
     from dspark_train.studies.simulate import simulate as simulate_load
 
     if not requests or min(requests) < 1:
@@ -127,22 +133,21 @@ def simulate(
     trace = rounds.trace(split, temperature)
     temperatures = run_temperatures(run, temperature, trace.block_size)
     policies = standard_policies(table, trace.block_size, threshold)
-    points = simulate_load(trace, table, policies, sorted(set(requests)), temperatures=temperatures)
+    load = LoadStudy(
+        split=split,
+        sampling_temperature=temperature,
+        rounds=len(trace.request),
+        block_size=trace.block_size,
+        temperatures=temperatures,
+        context=table.context,
+        machine=table.machine,
+        measured_rows=table.max_rows,
+        policies=simulate_load(trace, table, policies, sorted(set(requests)), temperatures=temperatures),
+    )
     folder, plots = _folders(run)
-    content = {
-        "split": split,
-        "sampling_temperature": temperature,
-        "rounds": len(trace.request),
-        "block_size": trace.block_size,
-        "temperatures": temperatures,
-        "context": table.context,
-        "machine": table.machine,
-        "measured_rows": table.max_rows,
-        "policies": points_to_json(points),
-    }
-    _write(folder / "simulate.json", content)
-    plot_load(plots / "simulate.png", points)
-    _print_load(points)
+    write_result(folder / "simulate.json", load)
+    save_png(plots / "simulate.png", figures.load(load), figures.over(load))
+    _print_load(load.policies)
     print(f"wrote {folder / 'simulate.json'} and {plots / 'simulate.png'}")
 
 
@@ -160,10 +165,6 @@ def _folders(run: Path) -> tuple[Path, Path]:
     folder.mkdir(exist_ok=True)
     plots.mkdir(exist_ok=True)
     return folder, plots
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -185,35 +186,40 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def _print_acceptance(acceptances: Sequence[Acceptance]) -> None:
-    positions = range(len(acceptances[0].conditional))
+def _print_acceptance(study: AcceptanceStudy) -> None:
+    parts = list(study.groups.values())
     _table(
         "Acceptance in %, given that all earlier ones were accepted",
-        ["rounds of", "rounds", "τ", *(str(k + 1) for k in positions)],
+        ["rounds of", "rounds", "τ", *(str(k + 1) for k in range(len(parts[0].conditional)))],
         [
             [part.group, str(part.rounds), f"{part.tau:.2f}", *(_share(value) for value in part.conditional)]
-            for part in acceptances
+            for part in parts
         ],
     )
 
 
-def _print_sweeps(sweeps: Sequence[Sweep]) -> None:
-    every = sweeps[0]
-    chosen = [i for i in range(len(every.thresholds)) if i % 2 == 0 or i == len(every.thresholds) - 1]
+def _print_thresholds(study: ThresholdStudy) -> None:
+    from dspark_train.studies.rounds import THRESHOLDS
+
+    columns = [{point.threshold: point for point in points} for points in study.groups.values()]
+
+    def cell(point: ThresholdPoint | None) -> str:
+        # no point: nothing was verified, and a round gives the target's own token
+        return (
+            "– (1.00)" if point is None else f"{_share(point.acceptance_rate)} ({point.tokens_per_round:.2f})"
+        )
+
     _table(
         "Threshold sweep: accepted share of verified tokens in % (tokens per round)",
-        ["threshold", *(sweep.group for sweep in sweeps)],
+        ["threshold", *study.groups],
         [
-            [
-                f"{every.thresholds[i]:.2f}",
-                *(f"{_share(s.acceptance_rate[i])} ({s.tokens_per_round[i]:.2f})" for s in sweeps),
-            ]
-            for i in chosen
+            [f"{threshold:.2f}", *(cell(column.get(threshold)) for column in columns)]
+            for threshold in (*THRESHOLDS[:-1:2], THRESHOLDS[-1])
         ],
     )
 
 
-def _print_drift(drift: Drift) -> None:
+def _print_drift(drift: DriftStudy) -> None:
     _table(
         f"Load drifting from {drift.first} to {drift.second}: mean ECE in %",
         ["traffic", "rounds", "frozen", "online", "noise"],
@@ -224,10 +230,10 @@ def _print_drift(drift: Drift) -> None:
     )
 
 
-def _print_load(points: Sequence[LoadPoint]) -> None:
-    names = list(dict.fromkeys(point.policy for point in points))
-    counts = list(dict.fromkeys(point.requests for point in points))
-    at = {(point.policy, point.requests): point for point in points}
+def _print_load(policies: Mapping[str, Sequence[LoadPoint]]) -> None:
+    names = list(policies)
+    at = {(name, point.requests): point for name, points in policies.items() for point in points}
+    counts = list(dict.fromkeys(requests for _, requests in at))
 
     def rows(cell: Callable[[LoadPoint], str]) -> list[list[str]]:
         return [[str(count), *(cell(at[name, count]) for name in names)] for count in counts]

@@ -14,8 +14,13 @@ from typing import Any
 
 import yaml
 
+from dspark_train.decoding.measure import DecodeResult
 from dspark_train.errors import UserError
+from dspark_train.files import read_result
 from dspark_train.report.redaction import redact
+from dspark_train.studies.reliability import CalibrationReport
+from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, ThresholdStudy
+from dspark_train.studies.simulate import LoadStudy
 
 FROZEN = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 """Tensors of an exported draft that are no parameters of its own."""
@@ -40,14 +45,31 @@ class RunFolder:
     """``draft/config.json``."""
     trained_parameters: int = 0
     """Numbers in the exported weights that training made: all but the copies of the target's own."""
-    decode: dict[str, Any] = field(default_factory=dict)
+    decode: DecodeResult = field(default_factory=DecodeResult)
     """``decode.json``."""
-    calibration: dict[str, Any] = field(default_factory=dict)
+    calibration: CalibrationReport | None = None
     """``calibration_report.json``."""
-    studies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """``studies/*.json`` by name."""
+    acceptance: AcceptanceStudy | None = None
+    """``studies/acceptance.json``."""
+    thresholds: ThresholdStudy | None = None
+    """``studies/threshold_sweep.json``."""
+    drift: DriftStudy | None = None
+    """``studies/online.json``."""
+    load_study: LoadStudy | None = None
+    """``studies/simulate.json``."""
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """``evaluation/*.json`` by name."""
+
+    @property
+    def calibrations(self) -> list[CalibrationReport]:
+        """Of each sampling temperature, in the order of the report."""
+        return [] if self.calibration is None else [self.calibration, *self.calibration.others]
+
+    @property
+    def fit_seconds(self) -> float | None:
+        """Wall time of training; None where the run does not say."""
+        seconds = self.run.get("wall_seconds", {})
+        return float(seconds["fit"]) if isinstance(seconds, dict) and seconds.get("fit") else None
 
     @property
     def name(self) -> str:
@@ -64,6 +86,7 @@ class RunFolder:
         if not path.is_dir():
             raise UserError(f"run folder {path} does not exist; give the folder that `fit` wrote")
         config, config_text = _config(path / "config.yaml")
+        studies = path / "studies"
         run = cls(
             path=path,
             run=redact(_json(path / "run.json")),
@@ -72,9 +95,12 @@ class RunFolder:
             curves=read_metrics(path / "metrics.csv"),
             draft=_json(path / "draft" / "config.json"),
             trained_parameters=_count_parameters(path / "draft" / "model.safetensors"),
-            decode=_json(path / "decode.json"),
-            calibration=_json(path / "calibration_report.json"),
-            studies={file.stem: _json(file) for file in sorted((path / "studies").glob("*.json"))},
+            decode=read_result(path / "decode.json", DecodeResult) or DecodeResult(),
+            calibration=read_result(path / "calibration_report.json", CalibrationReport),
+            acceptance=read_result(studies / "acceptance.json", AcceptanceStudy),
+            thresholds=read_result(studies / "threshold_sweep.json", ThresholdStudy),
+            drift=read_result(studies / "online.json", DriftStudy),
+            load_study=read_result(studies / "simulate.json", LoadStudy),
             evaluations={file.stem: _json(file) for file in sorted((path / "evaluation").glob("*.json"))},
         )
         parts = (
@@ -82,9 +108,12 @@ class RunFolder:
             run.config,
             run.curves,
             run.draft,
-            run.decode,
+            run.decode.modes,
             run.calibration,
-            run.studies,
+            run.acceptance,
+            run.thresholds,
+            run.drift,
+            run.load_study,
             run.evaluations,
         )
         if not any(parts):

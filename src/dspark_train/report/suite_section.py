@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dspark_train.errors import UserError
-from dspark_train.report.charts import Axis, Bar, Series, bar_chart, by_position, line_chart, percent
-from dspark_train.report.page import Figure, Legend, Section, Table
+from dspark_train.report import figures
+from dspark_train.report.drawing import Bar
+from dspark_train.report.page import Figure, Section, Table
 from dspark_train.report.text import factor, fixed, share_or_dash, signed
 
 
@@ -26,7 +27,7 @@ def suites_section(name: str, summary: dict[str, Any]) -> Section | None:
 def _section(name: str, summary: dict[str, Any]) -> Section:
     labels = {method["key"]: method["label"] for method in summary["methods"]}
     tables: list[Table] = []
-    figures: list[Figure] = []
+    shown: list[Figure] = []
     for result in summary["results"]:
         mode = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
         drafted = [key for key in labels if key in result["macro"] and key != "plain"]
@@ -38,9 +39,8 @@ def _section(name: str, summary: dict[str, Any]) -> Section:
             tables.append(_calibration_table(result, labels, drafted, mode))
         if result.get("differences"):
             tables.append(_difference_table(result, labels, mode))
-        if len(drafted) > 1:
-            figures.append(_macro_figure(result, labels, drafted, mode))
-        figures.append(_position_figure(result, labels, drafted, mode))
+        shown.append(_macro_figure(result, labels, drafted, mode))
+        shown.append(_position_figure(result, labels, drafted, mode))
     count = sum(suite["prompts"] for suite in summary["results"][0]["suites"].values())
     lead = (
         f"{count} prompts; every method decodes the same ones. "
@@ -53,7 +53,7 @@ def _section(name: str, summary: dict[str, Any]) -> Section:
         title,
         lead,
         "Suites" if name == "suites" else name,
-        figures,
+        shown,
         tables,
         source=f"evaluation/{name}.json",
     )
@@ -128,28 +128,21 @@ def _macro_figure(result: dict[str, Any], labels: dict[str, str], keys: list[str
         tau = result["macro"][key]["tau"]
         bars.append(Bar(labels[key], tau["value"], colour, tau["low"], tau["high"]))
     title = f"Accepted length τ, macro average, {mode}"
-    drawing = bar_chart(title, "One bar a method, with its interval", bars, text=fixed, start=0.0)
-    return Figure(title, drawing, caption="Plain decoding is 1 by definition.")
+    return Figure(figures.lengths(title, bars), "Plain decoding is 1 by definition.")
 
 
 def _position_figure(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Figure:
-    series = [
-        Series(labels[key], by_position(result["macro"][key]["conditional"]), colour, markers=True)
-        for colour, key in enumerate(keys)
-    ]
-    longest = max(len(line.points) for line in series)
+    shares = {labels[key]: result["macro"][key]["conditional"] for key in keys}
+    longest = max(map(len, shares.values()))
     title = f"Acceptance by position, given all earlier ones, {mode}"
-    x_axis = Axis("Draft position", low=0.5, high=longest + 0.5, ticks=tuple(range(1, longest + 1)))
-    y_axis = Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
-    drawing = line_chart(title, "Averaged over suites", series, x_axis, y_axis)
     groups = [(suite, entry["methods"]) for suite, entry in result["suites"].items()]
     if len(groups) > 1:
         groups.append(("macro average", result["macro"]))
     rows = []
     for key in keys:
         for group, cells in groups:
-            shares = [share_or_dash(value) for value in cells.get(key, {}).get("conditional", [])]
-            rows.append([labels[key], group, *shares, *["–"] * (longest - len(shares))])
+            known = [share_or_dash(value) for value in cells.get(key, {}).get("conditional", [])]
+            rows.append([labels[key], group, *known, *["–"] * (longest - len(known))])
     header = ["", "Suite", *map(str, range(1, longest + 1))]
     table = Table(title, header, rows, folded=True, text_columns=(1,))
-    return Figure(title, drawing, Legend.of(series), "Averaged over suites.", table)
+    return Figure(figures.suite_positions(title, shares), "Averaged over suites.", table)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dspark_train.report.text import factor, fixed, mode_name, share_or_dash, signed
 
+Cell = str | tuple[str, str]
+"""A value, or a value and a smaller note beside it (its interval)."""
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a Markdown table; the first column is text, the others are numbers."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" + "---:|" * (len(header) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Cell]], text_columns: int = 1) -> str:
+    """Write a Markdown table.
+
+    Args:
+        header: names of the columns.
+        rows: cells; the note of a pair goes into parentheses.
+        text_columns: columns on the left that hold text; the others are numbers, to the right.
+    """
+
+    def line(cells: Iterable[Cell]) -> str:
+        written = (cell if isinstance(cell, str) else f"{cell[0]} ({cell[1]})" for cell in cells)
+        return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in written) + " |"
+
+    rule = "|" + "---|" * text_columns + "---:|" * (len(header) - text_columns)
+    return "\n".join([line(header), rule, *map(line, rows)])
 
 
 def _estimate(value: dict[str, Any] | None, text: Any) -> str:

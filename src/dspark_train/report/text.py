@@ -10,6 +10,11 @@ def fixed(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}"
 
 
+def one_decimal(value: float) -> str:
+    """Write a number with one decimal."""
+    return fixed(value, 1)
+
+
 def share(value: float, digits: int = 1) -> str:
     """Write a share of one as a percentage (narrow no-break space before the sign)."""
     return f"{100 * value:.{digits}f}\u202f%"

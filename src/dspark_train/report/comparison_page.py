@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark_train.decoding.measure import ModeResult
 from dspark_train.errors import UserError
-from dspark_train.report import readers, text
-from dspark_train.report.charts import Axis, Bar, Series, bar_chart, by_position, line_chart, percent
-from dspark_train.report.page import Figure, Legend, Page, Section, Table, write
+from dspark_train.report import figures, text
+from dspark_train.report.drawing import Bar
+from dspark_train.report.page import Figure, Page, Section, Table, write
 from dspark_train.report.run_folder import RunFolder
-from dspark_train.report.sections import thin
-from dspark_train.report.views import ModeView
 
 IGNORED = ("run", "name", "default_root_dir", "save_dir", "dirpath", "output")
 """Last parts of settings that differ between any two runs and say nothing about the recipe."""
@@ -29,7 +29,7 @@ def comparison_page(runs: Sequence[RunFolder], extra: Sequence[Section] = (), ti
     if len(runs) < 2:
         raise UserError(f"a comparison needs at least two run folders, got {len(runs)}")
     names = labels(runs)
-    modes = {name: readers.modes(run.decode) for name, run in zip(names, runs, strict=True)}
+    modes = {name: list(run.decode.modes.values()) for name, run in zip(names, runs, strict=True)}
     candidates = [
         _overview(names, runs, modes),
         *extra,
@@ -58,11 +58,11 @@ def labels(runs: Sequence[RunFolder]) -> list[str]:
     return ["/".join(p[-depth:]) for p in parts]
 
 
-def _mode(modes: Sequence[ModeView], temperature: float) -> ModeView | None:
+def _mode(modes: Sequence[ModeResult], temperature: float) -> ModeResult | None:
     return next((mode for mode in modes if mode.temperature == temperature), None)
 
 
-def _summary(modes: dict[str, list[ModeView]]) -> str:
+def _summary(modes: dict[str, list[ModeResult]]) -> str:
     taus = {name: mode.tau for name, found in modes.items() if (mode := _mode(found, 0.0)) is not None}
     if len(taus) < 2:
         return ""
@@ -73,12 +73,12 @@ def _summary(modes: dict[str, list[ModeView]]) -> str:
     )
 
 
-def _overview(names: Sequence[str], runs: Sequence[RunFolder], modes: dict[str, list[ModeView]]) -> Section:
+def _overview(names: Sequence[str], runs: Sequence[RunFolder], modes: dict[str, list[ModeResult]]) -> Section:
     columns: list[tuple[str, Callable[[str, RunFolder], str | None]]] = [
-        ("τ greedy", lambda n, r: _text(_mode(modes[n], 0.0), "tau", text.fixed)),
-        ("τ temperature 1", lambda n, r: _text(_mode(modes[n], 1.0), "tau", text.fixed)),
-        ("Speedup greedy", lambda n, r: _text(_mode(modes[n], 0.0), "speedup", text.factor)),
-        ("Speedup temperature 1", lambda n, r: _text(_mode(modes[n], 1.0), "speedup", text.factor)),
+        ("τ greedy", lambda n, r: _length(_mode(modes[n], 0.0))),
+        ("τ temperature 1", lambda n, r: _length(_mode(modes[n], 1.0))),
+        ("Speedup greedy", lambda n, r: _speedup(_mode(modes[n], 0.0))),
+        ("Speedup temperature 1", lambda n, r: _speedup(_mode(modes[n], 1.0))),
         ("ECE after", lambda n, r: _ece(r)),
         ("Layers", lambda n, r: _setting(r, "num_hidden_layers")),
         ("γ", lambda n, r: _setting(r, "block_size")),
@@ -92,27 +92,28 @@ def _overview(names: Sequence[str], runs: Sequence[RunFolder], modes: dict[str, 
     filled = [(title, [cell(n, r) for n, r in zip(names, runs, strict=True)]) for title, cell in columns]
     kept = [(title, cells) for title, cells in filled if any(cell is not None for cell in cells)]
     rows = [[name, *(cells[i] or "–" for _, cells in kept)] for i, name in enumerate(names)]
-    figures = []
-    for label, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+    shown = []
+    for temperature in (0.0, 1.0):
         found = [(name, mode) for name in names if (mode := _mode(modes[name], temperature)) is not None]
-        if len(found) > 1:
-            title = f"Accepted length τ, {label}"
-            bars = [Bar(name, mode.tau, names.index(name)) for name, mode in found]
-            figures.append(Figure(title, bar_chart(title, "One bar a run", bars, text=text.fixed)))
+        bars = [Bar(name, mode.tau, names.index(name)) for name, mode in found]
+        shown.append(Figure(figures.lengths(f"Accepted length τ, {figures.sampled(temperature)}", bars)))
     table = Table("Runs", ["Run", *(title for title, _ in kept)], rows)
     return Section(
-        "overview", "Overview", "", "", figures, [table], source="decode.json, draft/config.json and run.json"
+        "overview", "Overview", "", "", shown, [table], source="decode.json, draft/config.json and run.json"
     )
 
 
-def _text(mode: ModeView | None, name: str, write_number: Callable[[float], str]) -> str | None:
-    value = getattr(mode, name, None)
-    return None if value is None else write_number(value)
+def _length(mode: ModeResult | None) -> str | None:
+    return None if mode is None else text.fixed(mode.tau)
+
+
+def _speedup(mode: ModeResult | None) -> str | None:
+    return None if mode is None or mode.speedup is None else text.factor(mode.speedup.value)
 
 
 def _ece(run: RunFolder) -> str | None:
-    found = readers.calibration(run.calibration)
-    return text.share(found[0].mean_after) if found and found[0].mean_after is not None else None
+    error = run.calibration.mean_ece_after if run.calibration is not None else None
+    return None if error is None else text.share(error)
 
 
 def _setting(run: RunFolder, name: str) -> str | None:
@@ -120,51 +121,29 @@ def _setting(run: RunFolder, name: str) -> str | None:
 
 
 def _training_time(run: RunFolder) -> str | None:
-    seconds = readers.fit_seconds(run.run)
-    return text.duration(seconds) if seconds is not None else None
+    return None if run.fit_seconds is None else text.duration(run.fit_seconds)
 
 
 def _curves(names: Sequence[str], runs: Sequence[RunFolder]) -> Section | None:
-    charts = [
-        ("val/tau", "Expected accepted length τ, validation", "tokens per round"),
-        ("decode/tau", "Accepted length τ by decoding", "tokens per round"),
-        ("decode/speedup", "Measured speedup while training", "times plain decoding"),
-        ("val/loss", "Validation loss", "loss"),
-    ]
-    figures = []
-    for column, title, unit in charts:
-        series = [
-            Series(name, thin(run.curves[column]), i, dashed=i >= 6, markers=True)
-            for i, (name, run) in enumerate(zip(names, runs, strict=True))
-            if run.curves.get(column)
-        ]
-        if len(series) > 1:
-            drawing = line_chart(title, "One line a run", series, Axis("Optimiser step"), Axis(unit))
-            figures.append(Figure(title, drawing, Legend.of(series)))
-    if not figures:
+    named = {name: run.curves for name, run in zip(names, runs, strict=True)}
+    shown = [Figure(picture) for picture in figures.compared_curves(named) if picture.drawable]
+    if not shown:
         return None
-    return Section("learning", "Learning curves", "", "Learning", figures, source="metrics.csv")
+    return Section("learning", "Learning curves", "", "Learning", shown, source="metrics.csv")
 
 
-def _acceptance(modes: dict[str, list[ModeView]]) -> Section | None:
-    figures = []
-    for label, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
-        series = [
-            Series(name, by_position(mode.conditional), i, dashed=i >= 6, markers=True)
-            for i, (name, found) in enumerate(modes.items())
-            if (mode := _mode(found, temperature)) is not None and mode.conditional
-        ]
-        if len(series) < 2:
+def _acceptance(modes: dict[str, list[ModeResult]]) -> Section | None:
+    shown = []
+    for temperature in (0.0, 1.0):
+        found = {name: mode for name, all_of in modes.items() if (mode := _mode(all_of, temperature))}
+        picture = figures.decoded_acceptance(found, "heldout")[0]
+        if len(picture.series) < 2 or not picture.drawable:
             continue
-        size = max(len(line.points) for line in series)
-        title = f"Given that all earlier ones were accepted, {label}"
-        x_axis = Axis("Draft position", low=0.5, high=size + 0.5, ticks=tuple(range(1, size + 1)))
-        y_axis = Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
-        drawing = line_chart(title, "One line a run", series, x_axis, y_axis)
-        figures.append(Figure(title, drawing, Legend.of(series)))
-    if not figures:
+        title = f"{picture.title}, {figures.sampled(temperature)}"
+        shown.append(Figure(dataclasses.replace(picture, title=title)))
+    if not shown:
         return None
-    return Section("acceptance", "Acceptance by position", "", "Acceptance", figures, source="decode.json")
+    return Section("acceptance", "Acceptance by position", "", "Acceptance", shown, source="decode.json")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, str]:

@@ -6,38 +6,36 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_train.report import readers, sections, study_sections, text
+from dspark_train.decoding.measure import ModeResult
+from dspark_train.report import sections, study_sections, text
 from dspark_train.report.page import Fact, Page, Section, write
 from dspark_train.report.run_folder import RunFolder
 from dspark_train.report.suite_section import suites_section
-from dspark_train.report.views import CalibrationView, ModeView
+from dspark_train.studies.reliability import CalibrationReport
 
 _Format = Callable[[Any], str]
 
 
 def run_page(run: RunFolder) -> Page:
     """Build the page of one run; sections whose files are missing are left out."""
-    modes = readers.modes(run.decode)
-    calibrations = readers.calibration(run.calibration)
-    sweeps = readers.sweeps(run.studies.get("threshold_sweep", {}))
-    loads = readers.loads(run.studies.get("simulate", {}))
+    modes = list(run.decode.modes.values())
     found: list[Section | None] = [
-        sections.learning(run.curves),
-        sections.acceptance(modes, readers.acceptances(run.studies.get("acceptance", {}))),
-        sections.speed(modes, run.decode.get("batch_size")),
+        sections.learning(run.curves, sections.decoded_validation(run.config)),
+        sections.acceptance(run.decode, run.acceptance),
+        sections.speed(run.decode),
         *(suites_section(name, value) for name, value in run.evaluations.items()),
-        study_sections.reliability(calibrations),
-        study_sections.threshold(sweeps, "studies/threshold_sweep.json"),
-        study_sections.drift(readers.drift(run.studies.get("online", {}))),
-        study_sections.load(loads, "studies/simulate.json"),
-        sections.examples(run.decode.get("examples", [])),
+        study_sections.reliability(run.calibrations),
+        study_sections.thresholds(run.thresholds),
+        study_sections.drift(run.drift),
+        study_sections.load(run.load_study),
+        sections.examples(run.decode.examples),
         sections.recipe(settings(run), run.config_text),
     ]
     return Page(
         title=run.name,
         kicker=_kicker(run),
-        summary=summary(modes, calibrations),
-        facts=facts(run, modes, calibrations),
+        summary=summary(modes, run.calibrations),
+        facts=facts(run, modes, run.calibrations),
         sections=[section for section in found if section is not None],
         footer=_footer(run),
     )
@@ -48,7 +46,7 @@ def write_report(path: Path, output: Path | None = None) -> Path:
     return write(run_page(RunFolder.load(path)), output or path / "report.html")
 
 
-def summary(modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) -> str:
+def summary(modes: Sequence[ModeResult], calibrations: Sequence[CalibrationReport]) -> str:
     """Say in two or three sentences what the run achieved."""
     parts = []
     greedy = next((mode for mode in modes if mode.temperature == 0), None)
@@ -57,53 +55,67 @@ def summary(modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) 
             f"With this draft the target commits {text.fixed(greedy.tau)} tokens per step in greedy decoding"
         )
         if greedy.speedup is not None:
-            sentence += f" and answers {text.factor(greedy.speedup)} as fast as it does alone"
+            sentence += f" and answers {text.factor(greedy.speedup.value)} as fast as it does alone"
         parts.append(sentence + ".")
         if greedy.identical is not None and greedy.prompts:
-            same = greedy.identical == greedy.prompts
-            count = f"all {greedy.prompts}" if same else f"{greedy.identical} of {greedy.prompts}"
-            rest = "; the rest differs within rounding" if not same and greedy.divergences == 0 else ""
+            same = greedy.identical.prompts == greedy.prompts
+            count = f"all {greedy.prompts}" if same else f"{greedy.identical.prompts} of {greedy.prompts}"
+            rounding = not same and greedy.identical.failures == 0
+            rest = "; the rest differs within rounding" if rounding else ""
             parts.append(f"Its output is token for token the target's own on {count} prompts{rest}.")
-    if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
-        before, after = text.share(calibrations[0].mean_before), text.share(calibrations[0].mean_after)
+    if (errors := _mean_errors(calibrations)) is not None:
+        before, after = map(text.share, errors)
         parts.append(f"Its confidences are off by {after} on average after calibration ({before} before).")
     return " ".join(parts)
 
 
-def facts(run: RunFolder, modes: Sequence[ModeView], calibrations: Sequence[CalibrationView]) -> list[Fact]:
+def facts(
+    run: RunFolder, modes: Sequence[ModeResult], calibrations: Sequence[CalibrationReport]
+) -> list[Fact]:
     """The figures on top of the page."""
     found: list[Fact] = []
     for mode in modes:
         note = "tokens per target step" + (f", {mode.prompts} prompts" if mode.prompts else "")
-        found.append(Fact(f"Accepted length τ, {mode.name.lower()}", text.fixed(mode.tau), note))
+        name = text.mode_name(mode.temperature).lower()
+        found.append(Fact(f"Accepted length τ, {name}", text.fixed(mode.tau), note))
     for mode in modes:
         if mode.speedup is not None:
-            found.append(Fact(f"Speedup, {mode.name.lower()}", text.factor(mode.speedup), _speed_note(mode)))
-    greedy = next((mode for mode in modes if mode.temperature == 0 and mode.identical is not None), None)
-    if greedy is not None and greedy.prompts:
-        same = greedy.identical == greedy.prompts
-        rounding = not same and greedy.divergences == 0
+            name = text.mode_name(mode.temperature).lower()
+            found.append(Fact(f"Speedup, {name}", text.factor(mode.speedup.value), _speed_note(mode)))
+    greedy = next((mode for mode in modes if mode.temperature == 0), None)
+    if greedy is not None and greedy.identical is not None and greedy.prompts:
+        same = greedy.identical.prompts == greedy.prompts
+        rounding = not same and greedy.identical.failures == 0
         note = "the rest differs within rounding" if rounding else "greedy output equals plain decoding"
-        count = f"{greedy.identical} of {greedy.prompts}"
+        count = f"{greedy.identical.prompts} of {greedy.prompts}"
         found.append(Fact("Identical output", count, note, good=same or rounding))
-    if calibrations and calibrations[0].mean_after is not None and calibrations[0].mean_before is not None:
-        note = f"from {text.share(calibrations[0].mean_before)} as trained"
-        found.append(Fact("Calibration error (ECE)", text.share(calibrations[0].mean_after), note))
-    seconds = readers.fit_seconds(run.run)
-    if seconds is not None:
-        found.append(Fact("Training time", text.duration(seconds), _steps_note(run)))
+    if (errors := _mean_errors(calibrations)) is not None:
+        note = f"from {text.share(errors[0])} as trained"
+        found.append(Fact("Calibration error (ECE)", text.share(errors[1]), note))
+    if run.fit_seconds is not None:
+        found.append(Fact("Training time", text.duration(run.fit_seconds), _steps_note(run)))
     memory = max((value for _, value in run.curves.get("memory_gib", [])), default=None)
     if memory is not None:
         found.append(Fact("Peak memory", text.size(memory * 2**30), "while training"))
     return found
 
 
-def _speed_note(mode: ModeView) -> str:
+def _mean_errors(calibrations: Sequence[CalibrationReport]) -> tuple[float, float] | None:
+    """Mean ECE before and after, at the first sampling temperature; None where either is unknown."""
+    first = calibrations[0] if calibrations else None
+    if first is None or first.mean_ece_before is None or first.mean_ece_after is None:
+        return None
+    return first.mean_ece_before, first.mean_ece_after
+
+
+def _speed_note(mode: ModeResult) -> str:
     parts = []
-    if mode.plain_rate is not None and mode.rate is not None:
-        parts.append(f"{mode.plain_rate:.1f} → {mode.rate:.1f} tokens/s")
-    if mode.speedup_low is not None and mode.speedup_high is not None:
-        parts.append(f"{text.interval(mode.speedup_low, mode.speedup_high)} {mode.spread}".rstrip())
+    if mode.plain is not None and mode.speculative is not None:
+        rates = mode.plain.tokens_per_second, mode.speculative.tokens_per_second
+        parts.append(f"{rates[0]:.1f} → {rates[1]:.1f} tokens/s")
+    speedup = mode.speedup
+    if speedup is not None and speedup.low is not None and speedup.high is not None:
+        parts.append(f"{text.interval(speedup.low, speedup.high)} {speedup.spread}".rstrip())
     return "; ".join(parts)
 
 
