@@ -266,15 +266,24 @@ def _draw(figure: Figure | SubFigure, picture: Picture, title: str = "") -> dict
         axes.set_aspect("equal")
     for number, line in enumerate(picture.series):
         notes |= _draw_line(axes, line, picture, f"dots{number}")
-    _set_scale(axes.xaxis, picture.x, axes.set_xlim)
-    _set_scale(axes.yaxis, picture.y, axes.set_ylim)
+    points = [point for line in picture.series for point in line.points]
+    bounds = [bound for line in picture.series for pair in line.errors for bound in pair]
+    _set_scale(axes.xaxis, picture.x, [x for x, _ in points], axes.set_xlim)
+    _set_scale(axes.yaxis, picture.y, [y for _, y in points] + bounds, axes.set_ylim)
     axes.set(xlabel=picture.x.label, ylabel=picture.y.label)
     if picture.turn is not None:
         place, before, after = picture.turn
         axes.axvline(place, color=SOFT, lw=1, ls=(0, (2, 3)))
-        where: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "fontsize": 12}
-        axes.text(place, 0.02, f"← {before} ", ha="right", **where)
-        axes.text(place, 0.02, f" {after} →", ha="left", **where)
+        for text, side, offset in ((f"← {before}", "right", -6), (f"{after} →", "left", 6)):
+            axes.annotate(
+                text,
+                (place, 0.02),
+                (offset, 0),
+                xycoords=axes.get_xaxis_transform(),
+                textcoords="offset points",
+                ha=side,
+                fontsize=12,
+            )
     if rows:
         handles = {line.get_label(): line for line in axes.get_lines()}
         columns = max(map(len, rows))
@@ -329,7 +338,8 @@ def _draw_line(axes: Axes, line: Series, picture: Lines, name: str) -> dict[str,
     return {name: [said[i] for i in kept]}
 
 
-def _set_scale(scale: Scale, axis: Axis, set_limits: Callable[..., Any]) -> None:
+def _set_scale(scale: Scale, axis: Axis, values: Sequence[float], set_limits: Callable[..., Any]) -> None:
+    """Scale, ticks and limits of an axis: those given, else such that they hold the values."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if axis.log:
@@ -342,8 +352,14 @@ def _set_scale(scale: Scale, axis: Axis, set_limits: Callable[..., Any]) -> None
         scale.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     scale.set_minor_locator(NullLocator())
     scale.set_major_formatter(FuncFormatter(lambda value, _: axis.text(value)))
-    if axis.low is not None or axis.high is not None:
+    values = [value for value in values if math.isfinite(value)]
+    if axis.low is not None and axis.high is not None:
         set_limits(axis.low, axis.high)
+    elif axis.log and values:
+        set_limits(min(values) / 1.15, max(values) * 1.15)
+    elif axis.low is not None and values:
+        rounded = scale.get_major_locator().view_limits(axis.low, max(values))
+        set_limits(axis.low, rounded[1])
 
 
 def _draw_bars(axes: Axes, picture: Bars) -> None:

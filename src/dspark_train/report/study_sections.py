@@ -148,7 +148,8 @@ def load(study: LoadStudy | None) -> Section | None:
         ),
     ]
     about = figures.over(study)
-    lead = f"Simulated from {about or 'recorded rounds'} and this machine's measured cost of a target step"
+    rounds = f"{about}," if about else "recorded rounds"
+    lead = f"Simulated from {rounds} and this machine's measured cost of a target step"
     if study.machine:
         lead += f" ({study.machine}, {study.context} tokens of context)"
     return Section("load", "Throughput under load", f"{lead}.", "Load", shown, source="studies/simulate.json")

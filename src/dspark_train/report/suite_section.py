@@ -27,7 +27,8 @@ def suites_section(name: str, summary: dict[str, Any]) -> Section | None:
 def _section(name: str, summary: dict[str, Any]) -> Section:
     labels = {method["key"]: method["label"] for method in summary["methods"]}
     tables: list[Table] = []
-    shown: list[Figure] = []
+    lengths: list[Figure] = []
+    positions: list[Figure] = []
     for result in summary["results"]:
         mode = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
         drafted = [key for key in labels if key in result["macro"] and key != "plain"]
@@ -39,8 +40,8 @@ def _section(name: str, summary: dict[str, Any]) -> Section:
             tables.append(_calibration_table(result, labels, drafted, mode))
         if result.get("differences"):
             tables.append(_difference_table(result, labels, mode))
-        shown.append(_macro_figure(result, labels, drafted, mode))
-        shown.append(_position_figure(result, labels, drafted, mode))
+        lengths.append(_macro_figure(result, labels, drafted, mode))
+        positions.append(_position_figure(result, labels, drafted, mode))
     count = sum(suite["prompts"] for suite in summary["results"][0]["suites"].values())
     lead = (
         f"{count} prompts; every method decodes the same ones. "
@@ -53,7 +54,7 @@ def _section(name: str, summary: dict[str, Any]) -> Section:
         title,
         lead,
         "Suites" if name == "suites" else name,
-        shown,
+        [*lengths, *positions],
         tables,
         source=f"evaluation/{name}.json",
     )
