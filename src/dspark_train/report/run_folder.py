@@ -16,6 +16,7 @@ import yaml
 
 from dspark_train.decoding.measure import DecodeResult
 from dspark_train.errors import UserError
+from dspark_train.evaluation.summary import EvaluationResult
 from dspark_train.files import read_result
 from dspark_train.report.redaction import redact
 from dspark_train.studies.reliability import CalibrationReport
@@ -57,7 +58,7 @@ class RunFolder:
     """``studies/online.json``."""
     load_study: LoadStudy | None = None
     """``studies/simulate.json``."""
-    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evaluations: dict[str, EvaluationResult] = field(default_factory=dict)
     """``evaluation/*.json`` by name."""
 
     @property
@@ -101,7 +102,11 @@ class RunFolder:
             thresholds=read_result(studies / "threshold_sweep.json", ThresholdStudy),
             drift=read_result(studies / "online.json", DriftStudy),
             load_study=read_result(studies / "simulate.json", LoadStudy),
-            evaluations={file.stem: _json(file) for file in sorted((path / "evaluation").glob("*.json"))},
+            evaluations={
+                file.stem: result
+                for file in sorted((path / "evaluation").glob("*.json"))
+                if (result := read_result(file, EvaluationResult)) is not None
+            },
         )
         parts = (
             run.run,
