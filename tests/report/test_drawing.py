@@ -12,20 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dspark_train.report.drawing import (
-    PALETTE,
-    SQUARE,
-    WIDTH,
-    Axis,
-    Bar,
-    Bars,
-    Lines,
-    Picture,
-    Series,
-    as_svg,
-    plain_number,
-    save_png,
-)
+from dspark_train.report.drawing import SQUARE, WIDTH, save_png
+from dspark_train.report.pictures import PALETTE, Axis, Bar, Bars, Lines, Picture, Series
+from dspark_train.report.svg import as_svg
+from dspark_train.report.text import plain_number
 
 finite = st.floats(-1e9, 1e9, allow_subnormal=False)
 

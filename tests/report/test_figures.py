@@ -13,7 +13,7 @@ from dspark_train.calibration.report import calibrate_traces
 from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.decoding.cost import CostTable
 from dspark_train.files import read_result
-from dspark_train.report import figures, sections, study_sections
+from dspark_train.report import figures, learning_figures, sections, study_sections
 from dspark_train.report.drawing import save_png
 from dspark_train.report.page import Figure, Page, Section, Table, render
 from dspark_train.report.run_folder import RunFolder
@@ -56,7 +56,7 @@ def test_validation_by_decoding_is_named_as_it_was_configured() -> None:
     assert sections.decoded_validation(config) == "decoding 4 held-out prompts, temperature 1"
     assert sections.decoded_validation({"trainer": {"callbacks": True}}) == "by decoding"
     curve = [(1.0, 1.1), (2.0, 1.2)]
-    pictures = figures.learning({"decode/tau": curve, "decode/speedup": curve}, "decoding 4 prompts")
+    pictures = learning_figures.learning({"decode/tau": curve, "decode/speedup": curve}, "decoding 4 prompts")
     assert pictures[0].series[-1].label == "decoding 4 prompts"
     assert "Measured speedup, decoding 4 prompts" in [p.title for p in pictures if p.drawable]
 

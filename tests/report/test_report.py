@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from dspark_train.errors import UserError
-from dspark_train.report import drawing, text
+from dspark_train.report import pictures, text
 from dspark_train.report.comparison_page import comparison_page, flatten, labels, write_comparison
-from dspark_train.report.figures import smooth, thin
+from dspark_train.report.learning_figures import smooth, thin
 from dspark_train.report.page import render
 from dspark_train.report.run_folder import RunFolder, read_metrics
 from dspark_train.report.run_page import run_page, write_report
@@ -259,10 +259,10 @@ def test_colours_have_the_contrast_that_wcag_asks_for() -> None:
     ]
     assert len(schemes) == 2
     light = [schemes[0][f"c{i}"] for i in range(6)]
-    assert light == list(drawing.PALETTE)
+    assert light == list(pictures.PALETTE)
     named = [schemes[0][name] for name in ("page", "ink", "soft", "hair")]
-    assert named == [drawing.PAGE, drawing.INK, drawing.SOFT, drawing.HAIR]
-    assert (schemes[0]["ramp-from"], schemes[0]["ramp-to"]) == drawing.RAMP
+    assert named == [pictures.PAGE, pictures.INK, pictures.SOFT, pictures.HAIR]
+    assert (schemes[0]["ramp-from"], schemes[0]["ramp-to"]) == pictures.RAMP
     for scheme in schemes:
         for ink in ("ink", "soft", "link", "yes", "no"):
             assert _contrast(scheme[ink], scheme["page"]) >= 4.5, ink

@@ -11,8 +11,9 @@ from dspark_train.evaluation.ablation import Ablation, Cell, Study
 from dspark_train.files import write_result
 from dspark_train.report import figures
 from dspark_train.report.comparison_page import comparison_page
-from dspark_train.report.drawing import Lines, save_png
+from dspark_train.report.drawing import save_png
 from dspark_train.report.page import Figure, Section, Table, write
+from dspark_train.report.pictures import Lines
 from dspark_train.report.run_folder import RunFolder
 from dspark_train.report.tables import markdown_table
 from dspark_train.report.text import factor, fixed, maybe, one_decimal, quantity

@@ -9,9 +9,9 @@ from typing import Any
 
 from dspark_train.decoding.measure import ModeResult
 from dspark_train.errors import UserError
-from dspark_train.report import figures, text
-from dspark_train.report.drawing import Bar
+from dspark_train.report import figures, learning_figures, text
 from dspark_train.report.page import Figure, Page, Section, Table, write
+from dspark_train.report.pictures import Bar
 from dspark_train.report.run_folder import RunFolder
 
 IGNORED = ("run", "name", "default_root_dir", "save_dir", "dirpath", "output")
@@ -126,7 +126,7 @@ def _training_time(run: RunFolder) -> str | None:
 
 def _curves(names: Sequence[str], runs: Sequence[RunFolder]) -> Section | None:
     named = {name: run.curves for name, run in zip(names, runs, strict=True)}
-    shown = [Figure(picture) for picture in figures.compared_curves(named) if picture.drawable]
+    shown = [Figure(picture) for picture in learning_figures.compared_curves(named) if picture.drawable]
     if not shown:
         return None
     return Section("learning", "Learning curves", "", "Learning", shown, source="metrics.csv")

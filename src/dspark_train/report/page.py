@@ -11,7 +11,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from dspark_train.report.drawing import Lines, Picture, as_svg
+from dspark_train.report.pictures import Lines, Picture
+from dspark_train.report.svg import as_svg
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark_train.decoding.measure import DecodeResult, ExampleResult, ModeResult
-from dspark_train.report import figures
+from dspark_train.report import figures, learning_figures
 from dspark_train.report.page import Example, Figure, Section, Table, Token
 from dspark_train.report.run_folder import Curve
 from dspark_train.report.text import factor, fixed, maybe, mode_name, one_decimal, share_or_dash
@@ -33,7 +33,7 @@ def decoded_validation(config: Mapping[str, Any]) -> str:
 
 def learning(curves: dict[str, Curve], decoded: str = "by decoding") -> Section | None:
     """Learning curves: loss terms, accepted length, acceptance per position, speed."""
-    shown = [Figure(picture) for picture in figures.learning(curves, decoded) if picture.drawable]
+    shown = [Figure(picture) for picture in learning_figures.learning(curves, decoded) if picture.drawable]
     if not shown:
         return None
     lead = "Dashed lines are measured on held-out conversations. τ counts the target's own token."

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dspark_train.evaluation.statistics import Estimate
 from dspark_train.evaluation.summary import PLAIN, EvaluationResult, MethodResult, SamplingResult
 from dspark_train.report import figures
-from dspark_train.report.drawing import Bar
 from dspark_train.report.page import Figure, Section, Table
+from dspark_train.report.pictures import Bar
 from dspark_train.report.tables import Cell
 from dspark_train.report.text import factor, fixed, share_or_dash, signed
 
