@@ -31,6 +31,7 @@ WIDTH, HEIGHT, SQUARE, ROW = 420, 240, 208, 26
 DPI = 72
 """Units per inch of matplotlib."""
 LEGEND_ROW = 18
+"""Height of a row of the legend, in units of the drawing."""
 THEME: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "dspark",

@@ -41,6 +41,9 @@ def _variables() -> dict[str, str]:
     return names
 
 
+VARIABLES = _variables()
+
+
 def _for_page(text: str, picture: Picture, notes: dict[str, Sequence[str]]) -> Markup:
     """Keep of matplotlib's SVG what is seen: no identifiers, fonts or metadata; dots as circles that speak."""
     root = ElementTree.fromstring(text)
@@ -56,9 +59,7 @@ def _for_page(text: str, picture: Picture, notes: dict[str, Sequence[str]]) -> M
     }
     drawing = ElementTree.Element("svg", attributes)
     _copy(root, drawing, marks, notes)
-    names = _variables()
-    written = ElementTree.tostring(drawing, encoding="unicode")
-    return Markup(re.sub(r"#[0-9a-f]{6}", lambda found: names.get(found[0], found[0]), written))
+    return Markup(ElementTree.tostring(drawing, encoding="unicode"))
 
 
 def _copy(
@@ -98,8 +99,9 @@ def _circle(dot: ElementTree.Element, marks: dict[str, ElementTree.Element]) -> 
 
 
 def _style(part: ElementTree.Element) -> str:
-    """Its style, without what the page decides: fonts, and the joints of lines."""
+    """Its style in the page's colours, without what the page decides: fonts, and the joints of lines."""
     style = re.sub(r"(font-family|stroke-linejoin):[^;]*;?", "", part.get("style", ""))
+    style = re.sub(r"#[0-9a-f]{6}", lambda found: VARIABLES.get(found[0], found[0]), style)
     return re.sub(r"\s*([:;,])\s+", r"\1", style).strip(" ;")
 
 
