@@ -66,8 +66,8 @@ def test_the_draft_is_missed_before_the_target_is_loaded(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("run.json", "{", "not valid JSON"),
-        ("run.json", "[1]", "must hold a JSON object, not list"),
+        ("run.json", "{", "not JSON"),
+        ("run.json", "[1]", "holds a list; expected a JSON object"),
         ("config.yaml", "a: [", "not valid YAML"),
         ("config.yaml", "- 1", "must hold a mapping, not list"),
     ],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from dspark_train.errors import UserError
+from dspark_train.files import read_json
 
 if TYPE_CHECKING:
     from dspark_train.data.module import DSparkDataModule
@@ -135,6 +136,8 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Curve = list[tuple[float, float]]
 """(step, value), in order of steps."""
 
+CALIBRATION_REPORT = "calibration_report.json"
+"""Name of the file of what calibration found."""
 STS_FILE = "calibration.json"
 """Confidence scalings in the form that engines read, in a run and beside an exported draft."""
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
@@ -192,7 +195,7 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         """``run.json``: versions, machine, commit, data, wall times. Read anew each time."""
-        return _json(self.path / "run.json")
+        return read_json(self.path / "run.json")
 
     def update(self, **values: Any) -> None:
         """Merge ``values`` into ``run.json`` (dictionaries one level deep), atomically."""
@@ -208,6 +211,12 @@ class Run:
     def finished(self) -> bool:
         """Whether the run has ended."""
         return bool(self.facts.get("finished"))
+
+    @property
+    def fit_seconds(self) -> float | None:
+        """Wall time of training; None where the run does not say."""
+        seconds = self.facts.get("wall_seconds", {}).get("fit")
+        return float(seconds) if seconds else None
 
     @property
     def confidence_shift(self) -> float:
@@ -320,7 +329,7 @@ class Run:
     @cached_property
     def draft_config(self) -> dict[str, Any]:
         """``draft/config.json``."""
-        return _json(self.draft_path / "config.json")
+        return read_json(self.draft_path / "config.json")
 
     @cached_property
     def trained_parameters(self) -> int:
@@ -351,7 +360,7 @@ class Run:
     @property
     def calibration_report_path(self) -> Path:
         """File of what calibration found."""
-        return self.path / "calibration_report.json"
+        return self.path / CALIBRATION_REPORT
 
     def trace_path(self, split: str, label: str) -> Path:
         """File of recorded rounds.
@@ -402,18 +411,6 @@ class Run:
     def evaluation_paths(self) -> dict[str, Path]:
         """Files of what ``evaluate`` measured, by the evaluation's name."""
         return {file.stem: file for file in sorted((self.path / "evaluation").glob("*.json"))}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); remove it or make it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:

@@ -11,8 +11,10 @@ import yaml
 
 from dspark_train.cli.evaluate import ablate
 from dspark_train.errors import UserError
-from dspark_train.evaluation.ablate import collect, study_lines, train_cells, write_results
+from dspark_train.evaluation.ablate import AblationResult, study_lines, study_places, train_cells
 from dspark_train.evaluation.ablation import Ablation, Cell, fit_arguments, read_ablation
+from dspark_train.files import read_result
+from dspark_train.report.ablation_page import collect, write_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,8 +150,9 @@ def test_failed_runs_are_named_and_the_rest_goes_on(grid: Ablation, command: lis
     assert train_cells(grid, note, command) == {}
     assert ("base", "finished before") in states
     assert (grid.folder / "base" / "runs").read_text() == "x"  # trained once
-    lines, axis = study_lines(grid, grid.studies[0], collect(grid))
-    assert axis.ticks == (1.0, 2.0, 3.0)
+    lines = study_lines(grid, grid.studies[0], collect(grid))
+    assert study_places(grid.studies[0]) == {"1": 1.0, "2": 2.0, "3": 3.0}
+    assert study_places(grid.studies[1]) == {"none": 0.0, "vanilla": 1.0}
     found = {line.label: [round(r.tau or 0, 2) for _, r in line.points] for line in lines}
     assert found == {"head none": [1.7, 1.9, 2.1], "head vanilla": [2.0, 2.2, 2.4]}
 
@@ -168,6 +171,9 @@ def test_table_plots_and_page_of_an_ablation(
     assert "| layers-3_head-none | 3 | none | 2.00 | 2.10 | – | 1.47× | 43.0 | 1.2 % | – |" in table
     content = json.loads((grid.folder / "ablation.json").read_text())
     assert len(content["results"]) == 6
+    stored = read_result(grid.folder / "ablation.json", AblationResult)
+    assert stored is not None
+    assert {result.name: result for result in stored.results} == collect(grid)
     for name in ("layers", "head"):
         assert (grid.folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = (grid.folder / "ablation.html").read_text()

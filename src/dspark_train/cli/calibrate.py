@@ -49,8 +49,9 @@ def calibrate(
     from dspark_train.calibration.bias import move_bias, shifted, storable_shift
     from dspark_train.calibration.fit import calibrate_traces, choose_shift, write_report
     from dspark_train.decoding.sampling import SamplingRule
-    from dspark_train.report.calibration_plots import plot_reliability
+    from dspark_train.report.figures import save_reliability
     from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
+    from dspark_train.studies.reliability import ReliabilityStudy
 
     if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
         raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
@@ -73,8 +74,13 @@ def calibrate(
         calibration.save(opened.sts_path(rule.label))
         if not results:
             calibration.save(opened.sts_path())
-        diagram = opened.plots_path / f"reliability_{rule.label}.png"
-        plot_reliability(diagram, result.sts, result.heldout, rule.temperature)
+        study = ReliabilityStudy.of(
+            result.heldout,
+            split="heldout",
+            sampling_temperature=rule.temperature,
+            temperatures=list(result.sts),
+        )
+        save_reliability(opened.plots_path / f"reliability_{rule.label}.png", study)
         print_result(result)
         results.append(result)
     write_report(opened.calibration_report_path, results)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
     from dspark_train.decoding.cost import CostTable
-    from dspark_train.decoding.measure import Comparison
+    from dspark_train.decoding.measure import ExampleResult, ModeResult
     from dspark_train.decoding.policies import Policy
     from dspark_train.run import Run
 
@@ -57,8 +56,16 @@ def decode(
         compile: compile the norms and MLPs of target and draft (needs a C++ compiler).
     """
     from dspark_train.calibration.io import read_sts
-    from dspark_train.decoding.measure import Settings, compare, examples, interleave, to_json
+    from dspark_train.decoding.measure import (
+        DecodeResult,
+        Settings,
+        compare,
+        examples,
+        interleave,
+        mode_result,
+    )
     from dspark_train.decoding.sampling import SamplingRule
+    from dspark_train.files import write_result
     from dspark_train.run import Run
 
     if not temperatures or (prompts is not None and prompts < 1) or max_new_tokens < 2 or seconds <= 0:
@@ -72,17 +79,9 @@ def decode(
     if not chosen:
         raise UserError(f"run {run}: its data have no {split} prompts; name another split")
     picked, named = _policy(opened, policy, costs, batch_size)
-    content: dict[str, Any] = {
-        "policy": named,
-        "batch_size": batch_size,
-        "max_new_tokens": max_new_tokens,
-        "split": split,
-        "dtype": str(opened.target.dtype).removeprefix("torch."),
-        "seed": seed,
-        "graphs": graphs,
-        "compile": compile,
-        "modes": {},
-    }
+    modes: dict[str, ModeResult] = {}
+    answers: list[ExampleResult] = []
+    identical = None
     (run / "traces").mkdir(exist_ok=True)
     for rule in rules:
         label = rule.label
@@ -92,13 +91,26 @@ def decode(
         settings = Settings(max_new_tokens, batch_size, picked, sts, seed, graphs, compile)
         found = compare(opened.target, opened.draft, chosen, rule, settings, seconds)
         found.trace.save(opened.trace_path("decode", label))
-        content["modes"][label] = to_json(found, seed) | {"sts": sts}
+        modes[label] = mode_result(found, seed, sts)
         if rule.greedy:
-            content["identical"] = not found.divergences
+            identical = not found.divergences
         if rule.greedy or len(rules) == 1:
-            content["examples"] = examples(found, opened.target.tokenizer, 12)
-        print_comparison(found, label, content["modes"][label])
-    opened.decode_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            answers = examples(found, opened.target.tokenizer, 12)
+        print_mode(label, modes[label])
+    result = DecodeResult(
+        policy=named,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        split=split,
+        dtype=str(opened.target.dtype).removeprefix("torch."),
+        seed=seed,
+        graphs=graphs,
+        compile=compile,
+        modes=modes,
+        identical=identical,
+        examples=answers,
+    )
+    write_result(opened.decode_path, result)
     print(f"wrote {opened.decode_path}")
 
 
@@ -133,39 +145,37 @@ def costs_now(opened: Run, batch_size: int) -> CostTable:
     return table.monotone()
 
 
-def print_comparison(found: Comparison, label: str, content: dict[str, Any]) -> None:
+def print_mode(label: str, mode: ModeResult) -> None:
     """Print one mode as a table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{label}: {len(found.prompts)} prompts", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=f"{label}: {mode.prompts} prompts", box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("", "tokens/s", "rounds", "rows", "ms", "draft", "head", "verify"):
         table.add_column(name, justify="left" if not name else "right")
-    for side in ("plain", "speculative"):
-        row = content[side]
-        parts = row["milliseconds"]
+    for name, side in (("plain", mode.plain), ("speculative", mode.speculative)):
+        assert side is not None
+        parts = side.milliseconds
         shown = (parts["draft"], parts["head"], parts["verify"] + parts["target_head"])
         table.add_row(
-            side,
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['rounds']:,}",
-            f"{row['rows'] / max(1, row['rounds']):.1f}",
-            f"{row['round_milliseconds']:.1f}",
+            name,
+            f"{side.tokens_per_second:.1f}",
+            f"{side.rounds:,}",
+            f"{side.rows / max(1, side.rounds):.1f}",
+            f"{side.round_milliseconds:.1f}",
             *(f"{value:.1f}" for value in shown),
         )
     table.caption = "rows and milliseconds of a round, and of its parts"
     console = Console()
     console.print(table)
-    speedup = content["speedup"]
-    line = (
-        f"τ {content['tau']:.2f}, speedup {speedup['value']:.2f}× "
-        f"({speedup['low']:.2f} to {speedup['high']:.2f} {speedup['spread']})"
-    )
-    if (identical := content.get("identical")) is not None:
-        line += f", identical output {identical['prompts']}/{identical['of']}"
+    line = f"τ {mode.tau:.2f}"
+    if (speedup := mode.speedup) is not None:
+        line += f", speedup {speedup.value:.2f}× ({speedup.low:.2f} to {speedup.high:.2f} {speedup.spread})"
+    if mode.identical is not None:
+        line += f", identical output {mode.identical.prompts}/{mode.identical.of}"
     console.print(line)
-    accepted = " ".join("–" if v is None else f"{v:.2f}" for v in content["acceptance"]["conditional"])
+    accepted = " ".join("–" if v is None else f"{v:.2f}" for v in mode.acceptance.conditional)
     console.print(f"accepted, given that all earlier were: {accepted}")
 
 
@@ -191,6 +201,8 @@ def profile(
         repetitions: rounds timed at each point.
         dtype: of target and draft. Left out: the run's.
     """
+    from dspark_train.report import figures
+    from dspark_train.report.drawing import save_png
     from dspark_train.run import Run
     from dspark_train.studies.profile import measure_costs
 
@@ -205,7 +217,7 @@ def profile(
     )
     path = out or run / "studies" / "cost_table.json"
     table.save(path)
-    table.plot(path.with_suffix(".png"))
+    save_png(path.with_suffix(".png"), figures.costs(table))
     print_costs(table)
     print(f"wrote {path} and {path.with_suffix('.png')}")
 

@@ -20,8 +20,8 @@ def report(run: Path, compare: str = "", output: Path | None = None) -> None:
         compare: further run folders, with commas between, to compare ``run`` with.
         output: where to write; left out, ``report.html`` (or ``comparison.html``) in the run's folder.
     """
-    from dspark_train.report.comparison import write_comparison
-    from dspark_train.report.report import write_report
+    from dspark_train.report.comparison_page import write_comparison
+    from dspark_train.report.run_page import write_report
 
     if output is not None and output.suffix not in (".html", ".htm"):
         raise UserError(f"output {output} must end in .html")
@@ -134,8 +134,9 @@ def ablate(grid: Path, dry_run: bool = False) -> None:
         grid: YAML file with the recipe, the axes and the studies.
         dry_run: only print the runs and their commands.
     """
-    from dspark_train.evaluation.ablate import train_cells, write_results
+    from dspark_train.evaluation.ablate import train_cells
     from dspark_train.evaluation.ablation import Cell, fit_arguments, read_ablation
+    from dspark_train.report.ablation_page import write_results
 
     ablation = read_ablation(grid)
     if dry_run:

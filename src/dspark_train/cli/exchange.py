@@ -33,8 +33,7 @@ def export(
 
     from dspark_train.interchange.export import TargetWeights, export_draft
     from dspark_train.interchange.temperature import single_temperature
-    from dspark_train.report.model_card import copy_plots, model_card, write_tokenizer
-    from dspark_train.report.run_folder import RunFolder
+    from dspark_train.report.model_card import CardFacts, copy_plots, model_card, write_tokenizer
     from dspark_train.run import STS_FILE, Run
 
     opened = Run(run)
@@ -54,10 +53,22 @@ def export(
     if opened.sts_path().is_file() and cost is None and result.config.get("enable_confidence_head"):
         shutil.copy2(opened.sts_path(), folder / STS_FILE)
     write_tokenizer(opened.target, folder)
-    copy_plots(run, folder)
-    card = model_card(RunFolder.load(run), result, weights.name, cost)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    copy_plots(opened, folder)
     gap = result.read_back
+    facts = CardFacts(
+        folder=folder,
+        target=weights.name,
+        format=format,
+        config=result.config,
+        notes=result.notes,
+        warnings=result.warnings,
+        commands=result.commands,
+        equal_drafts=gap.drafts,
+        logits_gap=gap.logits,
+        confidence_gap=gap.confidence,
+        folding=cost.sentence() if cost else "",
+    )
+    (folder / "README.md").write_text(model_card(opened, facts), encoding="utf-8")
     print(f"wrote {folder} ({format}, {result.config['dtype']})")
     print(f"read back: {gap.drafts} draft tokens equal, logits within {gap.logits:.1e}")
     for line in (*result.notes, *((cost.sentence(),) if cost else ())):

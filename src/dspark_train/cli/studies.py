@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
-    from dspark_train.studies.online_threshold import ThresholdDrift
-    from dspark_train.studies.rounds import Acceptance, Drift, Sweep
+    from dspark_train.run import Run
+    from dspark_train.studies.online_threshold import ThresholdDriftStudy
+    from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, ThresholdPoint, ThresholdStudy
     from dspark_train.studies.simulate import LoadPoint
 
 
@@ -48,37 +49,43 @@ def studies(
     """
     from dspark_train.calibration.io import read_sts
     from dspark_train.calibration.reliability import compare_reliability
+    from dspark_train.decoding.acceptance import acceptance_by_position
     from dspark_train.decoding.sampling import SamplingRule
-    from dspark_train.report.calibration_plots import plot_reliability
-    from dspark_train.report.study_plots import plot_acceptance, plot_drift, plot_sweep
+    from dspark_train.files import write_result
+    from dspark_train.report import figures
+    from dspark_train.report.drawing import save_png
     from dspark_train.studies.online_threshold import threshold_drift
     from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
-    from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
+    from dspark_train.studies.reliability import ReliabilityStudy
+    from dspark_train.studies.rounds import AcceptanceStudy, ThresholdStudy, drift_study, threshold_sweep
 
     recording = Recording(prompts, max_new_tokens, batch_size, refresh=refresh)
     opened, rule = run_to_record(run), SamplingRule(temperature, top_k, top_p)
     trace = recorded_rounds(opened, split, rule, recording)
     sts = read_sts(opened, rule.label, trace.block_size)
-    common = {
+    common: dict[str, Any] = {
         "split": split,
         "sampling_temperature": temperature,
         "rounds": len(trace.request),
         "temperatures": sts,
     }
-    folder, plots = _folders(run)
-    acceptances = acceptance_by_position(trace)
-    by_group = {part.group: part.to_json() for part in acceptances}
-    _write(folder / "acceptance.json", {**common, "groups": by_group})
-    plot_acceptance(plots / "acceptance.png", acceptances)
-    _print_acceptance(acceptances)
-    sweeps = threshold_sweep(trace, sts)
-    _write(folder / "threshold_sweep.json", {**common, "groups": {s.group: s.to_json() for s in sweeps}})
-    plot_sweep(plots / "threshold_sweep.png", sweeps)
-    _print_sweeps(sweeps)
+    plots = _folders(opened)
+    acceptance = AcceptanceStudy(
+        **common, groups={part.group: part for part in acceptance_by_position(trace)}
+    )
+    write_result(opened.study_path("acceptance"), acceptance)
+    save_png(plots / "acceptance.png", figures.acceptance(acceptance), figures.over(acceptance))
+    _print_acceptance(acceptance)
+    thresholds = ThresholdStudy(**common, groups=threshold_sweep(trace, sts))
+    write_result(opened.study_path("threshold_sweep"), thresholds)
+    pictures = figures.thresholds(thresholds)
+    save_png(plots / "threshold_sweep.png", pictures, figures.over(thresholds), columns=2)
+    _print_thresholds(thresholds)
     compared = compare_reliability(trace, sts or [1.0] * trace.block_size)
-    _write(folder / "reliability.json", {**common, **compared.to_json()})
+    reliability = ReliabilityStudy.of(compared, **common)
+    write_result(opened.study_path("reliability"), reliability)
     if sts is not None:
-        plot_reliability(plots / f"reliability_{rule.label}.png", sts, compared, temperature)
+        figures.save_reliability(plots / f"reliability_{rule.label}.png", reliability)
     before, after = 100 * compared.before.mean_ece, 100 * compared.after.mean_ece
     scaled = f", {after:.1f} % scaled" if sts else " (not calibrated: run `calibrate`)"
     print(f"reliability: mean ECE {before:.1f} % raw{scaled}; noise {100 * compared.after.mean_noise:.1f} %")
@@ -86,14 +93,16 @@ def studies(
     if fitting is not None and split == "heldout":
         drift = drift_study(fitting, trace)
         if drift is not None:
-            _write(folder / "online.json", {**common, **drift.to_json()})
-            plot_drift(plots / "online.png", drift)
+            drift = dataclasses.replace(drift, **common)
+            write_result(opened.study_path("online"), drift)
+            save_png(plots / "online.png", [figures.drift(drift)], figures.over(drift))
             _print_drift(drift)
         moving = None if wanted is None else threshold_drift(fitting, trace, wanted, sts)
         if moving is not None:
-            _write(folder / "online_threshold.json", {**common, **moving.to_json()})
+            moving = dataclasses.replace(moving, **common)
+            write_result(opened.study_path("online_threshold"), moving)
             _print_threshold_drift(moving)
-    print(f"wrote {folder} and {plots}")
+    print(f"wrote {opened.studies_path} and {plots}")
 
 
 def simulate(
@@ -136,10 +145,12 @@ def simulate(
     from dspark_train.decoding.cost import CostTable
     from dspark_train.decoding.policies import parse_policy
     from dspark_train.decoding.sampling import SamplingRule
-    from dspark_train.report.study_plots import plot_load
+    from dspark_train.files import write_result
+    from dspark_train.report import figures
+    from dspark_train.report.drawing import save_png
     from dspark_train.run import Run
     from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
-    from dspark_train.studies.simulate import NamedPolicy, points_to_json, standard_policies
+    from dspark_train.studies.simulate import LoadStudy, NamedPolicy, standard_policies
     from dspark_train.studies.simulate import simulate as simulate_load
 
     if not requests or min(requests) < 1:
@@ -151,34 +162,29 @@ def simulate(
     sts = read_sts(opened, rule.label, trace.block_size)
     compared = standard_policies(table, trace.block_size, threshold)
     compared += [NamedPolicy(name, parse_policy(name, table)) for name in policies]
-    points = simulate_load(trace, table, compared, sorted(set(requests)), sts=sts)
-    folder, plots = _folders(run)
-    content = {
-        "split": split,
-        "sampling_temperature": temperature,
-        "rounds": len(trace.request),
-        "block_size": trace.block_size,
-        "temperatures": sts,
-        "context": table.context,
-        "machine": table.machine,
-        "measured_rows": table.max_rows,
-        "policies": points_to_json(points),
-    }
-    _write(folder / "simulate.json", content)
-    plot_load(plots / "simulate.png", points)
-    _print_load(points)
-    print(f"wrote {folder / 'simulate.json'} and {plots / 'simulate.png'}")
+    load = LoadStudy(
+        split=split,
+        sampling_temperature=temperature,
+        rounds=len(trace.request),
+        block_size=trace.block_size,
+        temperatures=sts,
+        context=table.context,
+        machine=table.machine,
+        measured_rows=table.max_rows,
+        policies=simulate_load(trace, table, compared, sorted(set(requests)), sts=sts),
+    )
+    plots = _folders(opened)
+    write_result(opened.study_path("simulate"), load)
+    save_png(plots / "simulate.png", figures.load(load), figures.over(load))
+    _print_load(load.policies)
+    print(f"wrote {opened.study_path('simulate')} and {plots / 'simulate.png'}")
 
 
-def _folders(run: Path) -> tuple[Path, Path]:
-    folder, plots = run / "studies", run / "plots"
-    folder.mkdir(exist_ok=True)
-    plots.mkdir(exist_ok=True)
-    return folder, plots
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def _folders(run: Run) -> Path:
+    """Make the folders of studies and of plots; the latter is returned."""
+    run.studies_path.mkdir(exist_ok=True)
+    run.plots_path.mkdir(exist_ok=True)
+    return run.plots_path
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -200,35 +206,40 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def _print_acceptance(acceptances: Sequence[Acceptance]) -> None:
-    positions = range(len(acceptances[0].conditional))
+def _print_acceptance(study: AcceptanceStudy) -> None:
+    parts = list(study.groups.values())
     _table(
         "Acceptance in %, given that all earlier ones were accepted",
-        ["rounds of", "rounds", "τ", *(str(k + 1) for k in positions)],
+        ["rounds of", "rounds", "τ", *(str(k + 1) for k in range(len(parts[0].conditional)))],
         [
             [part.group, str(part.rounds), f"{part.tau:.2f}", *(_share(value) for value in part.conditional)]
-            for part in acceptances
+            for part in parts
         ],
     )
 
 
-def _print_sweeps(sweeps: Sequence[Sweep]) -> None:
-    every = sweeps[0]
-    chosen = [i for i in range(len(every.thresholds)) if i % 2 == 0 or i == len(every.thresholds) - 1]
+def _print_thresholds(study: ThresholdStudy) -> None:
+    from dspark_train.studies.rounds import THRESHOLDS
+
+    columns = [{point.threshold: point for point in points} for points in study.groups.values()]
+
+    def cell(point: ThresholdPoint | None) -> str:
+        # no point: nothing was verified, and a round gives the target's own token
+        return (
+            "– (1.00)" if point is None else f"{_share(point.acceptance_rate)} ({point.tokens_per_round:.2f})"
+        )
+
     _table(
         "Threshold sweep: accepted share of verified tokens in % (tokens per round)",
-        ["threshold", *(sweep.group for sweep in sweeps)],
+        ["threshold", *study.groups],
         [
-            [
-                f"{every.thresholds[i]:.2f}",
-                *(f"{_share(s.acceptance_rate[i])} ({s.tokens_per_round[i]:.2f})" for s in sweeps),
-            ]
-            for i in chosen
+            [f"{threshold:.2f}", *(cell(column.get(threshold)) for column in columns)]
+            for threshold in (*THRESHOLDS[:-1:2], THRESHOLDS[-1])
         ],
     )
 
 
-def _print_drift(drift: Drift) -> None:
+def _print_drift(drift: DriftStudy) -> None:
     _table(
         f"Load drifting from {drift.first} to {drift.second}: mean ECE in %",
         ["traffic", "rounds", "frozen", "online", "noise"],
@@ -239,7 +250,7 @@ def _print_drift(drift: Drift) -> None:
     )
 
 
-def _print_threshold_drift(drift: ThresholdDrift) -> None:
+def _print_threshold_drift(drift: ThresholdDriftStudy) -> None:
     _table(
         f"Load drifting from {drift.first} to {drift.second}: accepted share of verified tokens in % "
         f"(verified per round), {100 * drift.wanted:g} % wanted",
@@ -257,10 +268,10 @@ def _print_threshold_drift(drift: ThresholdDrift) -> None:
     )
 
 
-def _print_load(points: Sequence[LoadPoint]) -> None:
-    names = list(dict.fromkeys(point.policy for point in points))
-    counts = list(dict.fromkeys(point.requests for point in points))
-    at = {(point.policy, point.requests): point for point in points}
+def _print_load(policies: Mapping[str, Sequence[LoadPoint]]) -> None:
+    names = list(policies)
+    at = {(name, point.requests): point for name, points in policies.items() for point in points}
+    counts = list(dict.fromkeys(requests for _, requests in at))
 
     def rows(cell: Callable[[LoadPoint], str]) -> list[list[str]]:
         return [[str(count), *(cell(at[name, count]) for name in names)] for count in counts]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,8 @@ from dspark_train.evaluation.evaluate import (
 )
 from dspark_train.evaluation.records import RecordFile
 from dspark_train.evaluation.suites import Suite, load_suite
-from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.evaluation.summary import Bootstrap, EvaluationResult, summarise
+from dspark_train.files import write_result
 from dspark_train.run import Run, environment
 from dspark_train.target.frozen import FrozenTarget
 
@@ -194,7 +194,7 @@ def _texts_digest(suite: Suite) -> str:
     return hashlib.sha256(repr([prompt.turns for prompt in suite.prompts]).encode()).hexdigest()[:16]
 
 
-def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, Any]:
+def evaluate_run(options: EvaluateOptions, progress: Any = None) -> EvaluationResult:
     """Decode what the run's record file does not hold yet, and write ``evaluation/<name>.json``.
 
     Args:
@@ -202,7 +202,7 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         progress: called with (done, all, latest record) after every prompt.
 
     Returns:
-        The table, as written.
+        The result, as written.
     """
     options.check()
     suites = [
@@ -243,9 +243,6 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         "too_long": left_out,
         "environment": environment(),
     }
-    table = summarise(records, described, whole, options.bootstrap)
-    target = folder / f"{options.name}.json"
-    aside = target.with_suffix(".part")
-    aside.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    aside.replace(target)
-    return table
+    result = summarise(records, described, whole, options.bootstrap)
+    write_result(folder / f"{options.name}.json", result)
+    return result
