@@ -7,8 +7,9 @@ from safetensors.torch import load_file, save_file
 
 from dspark_train.calibration.io import Calibration
 from dspark_train.calibration.report import shifted
-from dspark_train.cli.calibrate import calibrate
-from dspark_train.cli.studies import run_temperatures, simulate, studies
+from dspark_train.cli.calibrate import CalibrateOptions, calibrate
+from dspark_train.cli.simulate import SimulateOptions, simulate
+from dspark_train.cli.studies import StudiesOptions, run_temperatures, studies
 from dspark_train.decoding.cost import CostTable
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
@@ -63,7 +64,7 @@ def read(path):
 
 
 def test_calibrate_writes_what_the_contract_names(run, capsys):
-    calibrate(run)
+    calibrate(CalibrateOptions(run))
     main, greedy, sampled = (
         Calibration.load(run / f"calibration{name}.json", GAMMA) for name in ("", "_greedy", "_t1.0")
     )
@@ -82,7 +83,7 @@ def test_calibrate_writes_what_the_contract_names(run, capsys):
 
 
 def test_calibrate_for_one_sampling_temperature(run):
-    calibrate(run, temperatures=(1.0,))
+    calibrate(CalibrateOptions(run, temperatures=(1.0,)))
     assert Calibration.load(run / "calibration.json") == Calibration.load(run / "calibration_t1.0.json")
     assert not (run / "calibration_greedy.json").exists()
 
@@ -103,7 +104,7 @@ def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
         shifted(DecodingTrace.load(path), 1.5).save(path)
     first = None
     for _ in range(2):
-        calibrate(run)
+        calibrate(CalibrateOptions(run))
         report = read(run / "calibration_report.json")
         shift = read(run / "run.json")["confidence_shift"]
         assert shift == report["confidence_shift"] == report["others"][0]["confidence_shift"]
@@ -116,18 +117,18 @@ def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
         first = first or report
     assert report["mean_ece_before"] == pytest.approx(first["mean_ece_before"], abs=1e-4)
     assert report["mean_ece_after"] == pytest.approx(first["mean_ece_after"], abs=5e-3)
-    calibrate(run, shift=False)
+    calibrate(CalibrateOptions(run, shift=False))
     assert float(load_file(weights)["confidence_head.proj.bias"]) == float(after["confidence_head.proj.bias"])
 
 
 def test_studies_write_tables_and_plots(run, capsys):
-    studies(run)
+    studies(StudiesOptions(run))
     assert run_temperatures(run, 0.0, GAMMA) is None
     raw = read(run / "studies" / "threshold_sweep.json")
     assert raw["temperatures"] is None
     assert list(raw["groups"]) == ["all", "chat", "math"]
-    calibrate(run)
-    studies(run)
+    calibrate(CalibrateOptions(run))
+    studies(StudiesOptions(run))
     sweep = read(run / "studies" / "threshold_sweep.json")
     assert sweep["temperatures"] == run_temperatures(run, 0.0, GAMMA) != None  # noqa: E711
     points = sweep["groups"]["all"]
@@ -147,7 +148,7 @@ def test_studies_write_tables_and_plots(run, capsys):
 
 def test_simulate_writes_a_table_and_a_plot(run, capsys):
     cost_table(run)
-    simulate(run, requests=(1, 4, 32))
+    simulate(SimulateOptions(run, requests=(1, 4, 32)))
     content = read(run / "studies" / "simulate.json")
     assert content["context"] == 64
     assert content["measured_rows"] == 128
@@ -162,19 +163,19 @@ def test_simulate_writes_a_table_and_a_plot(run, capsys):
 
 def test_simulate_without_costs(run):
     with pytest.raises(UserError, match="dspark-train profile"):
-        simulate(run)
+        simulate(SimulateOptions(run))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda run: calibrate(run / "none"), "no such folder"),
-        (lambda run: calibrate(run, temperatures=()), "at least one"),
-        (lambda run: calibrate(run, temperatures=(1.0, 1.0)), "different"),
-        (lambda run: calibrate(run, temperatures=(-1.0,)), "≥ 0"),
-        (lambda run: calibrate(run, prompts=0), r"prompts \(0\)"),
-        (lambda run: studies(run, max_new_tokens=1), r"max_new_tokens\s+\(1\)"),
-        (lambda run: simulate(run, requests=(0, 1)), "at least 1"),
+        (lambda run: calibrate(CalibrateOptions(run / "none")), "no such folder"),
+        (lambda run: calibrate(CalibrateOptions(run, temperatures=())), "at least one"),
+        (lambda run: calibrate(CalibrateOptions(run, temperatures=(1.0, 1.0))), "different"),
+        (lambda run: calibrate(CalibrateOptions(run, temperatures=(-1.0,))), "≥ 0"),
+        (lambda run: calibrate(CalibrateOptions(run, prompts=0)), r"prompts \(0\)"),
+        (lambda run: studies(StudiesOptions(run, max_new_tokens=1)), r"max_new_tokens\s+\(1\)"),
+        (lambda run: simulate(SimulateOptions(run, requests=(0, 1))), "at least 1"),
     ],
 )
 def test_bad_options(run, call, message):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dspark_train.cli.evaluate import ablate
+from dspark_train.cli.ablate import AblateOptions, ablate
 from dspark_train.errors import UserError
 from dspark_train.evaluation.ablate import collect, study_lines, train_cells, write_results
 from dspark_train.evaluation.ablation import Ablation, Cell, fit_arguments, read_ablation
@@ -173,12 +173,12 @@ def test_table_plots_and_page_of_an_ablation(
     page = (grid.folder / "ablation.html").read_text()
     assert "Study: layers" in page
     assert "draft.num_layers" in page
-    ablate(tmp_path / "grid.yaml", dry_run=True)
+    ablate(AblateOptions(tmp_path / "grid.yaml", dry_run=True))
     printed = capsys.readouterr().out
     assert printed.count("fit --config configs/quickstart.yaml") == 6
     monkeypatch.setattr("dspark_train.evaluation.ablate.train_cells", lambda *_: {"layers-3": "error: no"})
     with pytest.raises(UserError, match=r"1 runs failed \(layers-3: error: no\)"):
-        ablate(tmp_path / "grid.yaml")
+        ablate(AblateOptions(tmp_path / "grid.yaml"))
 
 
 def test_shipped_grid_holds_settings_that_fit_accepts(

@@ -2,69 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dspark_train.errors import UserError
-
-if TYPE_CHECKING:
-    from dspark_train.calibration.report import CalibrationResult
+from dspark_train.lists import Numbers
 
 
-def calibrate(
-    run: Path,
-    temperatures: tuple[float, ...] = (0.0, 1.0),
-    prompts: int = 64,
-    max_new_tokens: int = 128,
-    batch_size: int = 8,
-    refresh: bool = False,
-    shift: bool = True,
-    seed: int = 0,
-    dtype: Literal["auto", "bfloat16", "float32"] | None = None,
-) -> None:
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Options of ``calibrate``."""
+
+    run: Path
+    """Folder of a finished run."""
+    temperatures: Numbers = Numbers((0.0, 1.0))
+    """Sampling temperatures, with commas between; 0 is greedy. Each has its own calibration; calibration.json
+    holds that of the first."""
+    prompts: int = 64
+    """Prompts of each split to decode at most."""
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    batch_size: int = 8
+    """Requests decoded at once."""
+    refresh: bool = False
+    """Decode again even where the run holds rounds."""
+    shift: bool = True
+    """Fit the bias too, on the rounds of the first sampling temperature; false leaves it as it is."""
+    seed: int = 0
+    """Of the sampling."""
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    """Of target and draft. Left out: float32 on a CPU, else the run's. A CPU that computes in bfloat16 is
+    faster in it with many requests at once."""
+
+    def __post_init__(self) -> None:
+        given = self.temperatures
+        if not given or min(given) < 0 or len(set(given)) < len(given):
+            raise UserError(f"temperatures {list(given)} must be different numbers ≥ 0, at least one")
+
+
+def calibrate(options: CalibrateOptions) -> None:
     """Fit the confidence head's bias and one temperature per draft position, so that confidences mean what they say.
 
     Decodes prompts of the calibration split (to fit) and of the held-out split (to judge), or reuses the rounds
     that the run already holds. The bias goes into the run's draft; drafts exported before keep theirs, so export
     again. Writes calibration.json for the first sampling temperature,
     calibration_LABEL.json for each, calibration_report.json, and reliability diagrams.
-
-    Args:
-        run: folder of a finished run.
-        temperatures: sampling temperatures; 0 is greedy. Each has its own calibration; calibration.json holds
-            that of the first.
-        prompts: prompts of each split to decode at most.
-        max_new_tokens: longest answer, in tokens.
-        batch_size: requests decoded at once.
-        refresh: decode again even where the run holds rounds.
-        shift: fit the bias too, on the rounds of the first sampling temperature; false leaves it as it is.
-        seed: of the sampling.
-        dtype: of target and draft. Left out: float32 on a CPU, else the run's. A CPU that computes in bfloat16 is
-            faster in it with many requests at once.
     """
     from dspark_train.calibration.report import (
+        CalibrationResult,
         calibrate_traces,
         choose_shift,
         shifted,
         trace_label,
         write_report,
     )
+    from dspark_train.cli.tables import print_calibration
     from dspark_train.report.calibration_plots import plot_reliability
     from dspark_train.studies.confidence_shift import ShiftedRun
     from dspark_train.studies.record import RecordedRounds, Recording
 
-    if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
-        raise UserError(f"temperatures {list(temperatures)} must be different numbers ≥ 0, at least one")
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size, seed, dtype), refresh=refresh)
+    run = options.run
+    recording = Recording(
+        options.prompts, options.max_new_tokens, options.batch_size, options.seed, options.dtype
+    )
+    rounds = RecordedRounds(run, recording, refresh=options.refresh)
     (run / "plots").mkdir(exist_ok=True)
     draft = ShiftedRun(run)
     results: list[CalibrationResult] = []
     moved = draft.shift
-    for temperature in temperatures:
+    for temperature in options.temperatures:
         fit, heldout = (
             shifted(rounds.trace(split, temperature), -draft.shift) for split in ("calibration", "heldout")
         )
-        if shift and not results:
+        if options.shift and not results:
             moved = draft.storable(choose_shift(fit))
         result = calibrate_traces(fit, heldout, moved)
         label = trace_label(temperature)
@@ -75,50 +86,11 @@ def calibrate(
         plot_reliability(
             run / "plots" / f"reliability_{label}.png", result.temperatures, result.heldout, temperature
         )
-        print_result(result)
+        print_calibration(result)
         results.append(result)
     write_report(run / "calibration_report.json", results)
     draft.move(moved)
     print(f"wrote {run / 'calibration.json'}, {run / 'calibration_report.json'} and {run / 'plots'}")
-
-
-def print_result(result: CalibrationResult) -> None:
-    """Print what calibration found, as tables."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from dspark_train.calibration.report import trace_label
-
-    held, console = result.heldout, Console()
-    title = f"{trace_label(result.sampling_temperature)}: {result.fit_rounds} rounds to fit, {held.rounds} held out"
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
-    )
-    columns = ("position", "T", "ECE % trained", "calibrated", "noise", "Brier trained", "calibrated", "AUC")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for k, temperature in enumerate(result.temperatures):
-        ece = (100 * held.before.ece[k], 100 * held.after.ece[k], 100 * held.after.noise[k])
-        scores = (held.before.brier[k], held.after.brier[k], held.after.auc[k])
-        cells = [
-            f"{temperature:.2f}",
-            *(f"{value:.1f}" for value in ece),
-            *(f"{value:.3f}" for value in scores),
-        ]
-        table.add_row(str(k + 1), *cells)
-    means = (held.before.mean_ece, held.after.mean_ece, held.after.mean_noise)
-    table.add_row("mean", "", *(f"{100 * value:.1f}" for value in means), "", "", "", style="bold")
-    console.print(table)
-    if result.shift:
-        console.print(f"  bias of the confidence head moved by {result.shift:+.3f}: it goes into the draft")
-    for name, part in result.domains.items():
-        before, after, noise = (
-            100 * v for v in (part.before.mean_ece, part.after.mean_ece, part.after.mean_noise)
-        )
-        console.print(
-            f"  {name}: ECE {before:.1f} % → {after:.1f} % ({part.rounds} rounds, noise {noise:.1f} %)"
-        )
 
 
 def _data_name(run: Path) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import logging
 import re
 import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from dspark_train.cli.parsing import STRICT, explain
+from dspark_train.cli.calibrate import calibrate
+from dspark_train.cli.decode import decode
+from dspark_train.cli.parsing import STRICT, explain, stage_options
+from dspark_train.cli.report import report
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
@@ -54,6 +57,8 @@ SECTIONS = {
     "objective": ObjectiveConfig,
     "optimizer": OptimizerConfig,
 }
+STAGES: dict[Stage, Callable[[Any], None]] = {"calibrate": calibrate, "decode": decode, "report": report}
+"""Commands that can follow training, each with its dataclass of options."""
 
 
 class DSparkCLI(LightningCLI):
@@ -189,24 +194,15 @@ def release(trainer: Trainer, module: DSparkModule) -> None:
 
 def check_options(options: dict[Stage, dict[str, Any]]) -> None:
     """Refuse options that a stage does not have, before anything is loaded."""
-    from dspark_train.cli.commands import COMMANDS, nearest, resolve
-
     for stage, given in options.items():
-        known = [name for name in inspect.signature(resolve(COMMANDS[stage])).parameters if name != "run"]
-        for name in given:
-            if name not in known:
-                raise UserError(
-                    f"run.options.{stage} has no option {name!r}{nearest(name, known)}; `{stage} --help` lists them"
-                )
+        stage_options(STAGES[stage], stage, "run", given)
 
 
 def run_stages(folder: Path, stages: list[Stage], options: dict[Stage, dict[str, Any]]) -> None:
     """Run the stages after training, in order, each timed into ``run.json``."""
-    from dspark_train.cli.commands import COMMANDS, resolve
-
     for stage in stages:
         begun = time.monotonic()
-        resolve(COMMANDS[stage])(folder, **options.get(stage, {}))
+        STAGES[stage](stage_options(STAGES[stage], stage, str(folder), options.get(stage, {})))
         update_run(folder, wall_seconds={stage: round(time.monotonic() - begun, 1)})
 
 
@@ -242,6 +238,6 @@ def main(arguments: ArgsType) -> None:
             "logger": False,
         },
         auto_configure_optimizers=False,
-        parser_kwargs={**STRICT, "fit": dict(STRICT), "validate": dict(STRICT)},
+        parser_kwargs={**STRICT, "prog": "dspark-train", "fit": dict(STRICT), "validate": dict(STRICT)},
         args=None if arguments == sys.argv[1:] else arguments,
     )

@@ -5,14 +5,18 @@ Letters as in :mod:`dspark_train.structures`. Everything is arithmetic over shap
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import yaml
 
+from dspark_train.cli.parsing import STRICT, explain
 from dspark_train.errors import UserError
 from dspark_train.training.costs import Load, Shape, flops_of, load_of, memory_of
 
@@ -347,3 +351,35 @@ def plan(
     result.notes += notes
     print(result)
     return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run ``plan``.
+
+    Args:
+        arguments: command line, the command's name first.
+    """
+    parser = jsonargparse.ArgumentParser(
+        prog="dspark-train plan", description="Say what a recipe will need, from configs alone.", **STRICT
+    )
+    parser.add_function_arguments(plan, as_group=False)
+    try:
+        parsed = parser.parse_args(join_configs(arguments[1:]))
+    except argparse.ArgumentError as error:
+        raise explain(error, parser) from error
+    plan(**vars(parser.instantiate(parsed)))
+
+
+def join_configs(arguments: Sequence[str]) -> list[str]:
+    """Turn repeated ``--config FILE`` into one list, in their order."""
+    found: list[str] = []
+    rest: list[str] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == "--config":
+            found += [value for value in [next(waiting, None)] if value is not None]
+        elif argument.startswith("--config="):
+            found.append(argument.removeprefix("--config="))
+        else:
+            rest.append(argument)
+    return [*rest, f"--config={json.dumps(found)}"] if found else rest

@@ -1,49 +1,49 @@
-"""The commands ``studies`` and ``simulate``: what recorded rounds say, as tables, JSON and plots."""
+"""The ``studies`` command: what recorded rounds say, as tables, JSON and plots."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from dspark_train.errors import UserError
-
-if TYPE_CHECKING:
-    from dspark_train.studies.rounds import Acceptance, Drift, Sweep
-    from dspark_train.studies.simulate import LoadPoint
+from typing import Any, Literal
 
 
-def studies(
-    run: Path,
-    temperature: float = 0.0,
-    split: Literal["calibration", "heldout"] = "heldout",
-    prompts: int = 64,
-    max_new_tokens: int = 128,
-    batch_size: int = 8,
-    refresh: bool = False,
-) -> None:
+@dataclass(frozen=True)
+class StudiesOptions:
+    """Options of ``studies``."""
+
+    run: Path
+    """Folder of a finished run; its temperatures are used where it was calibrated."""
+    temperature: float = 0.0
+    """Sampling temperature of the rounds; 0 is greedy."""
+    split: Literal["calibration", "heldout"] = "heldout"
+    """Whose prompts."""
+    prompts: int = 64
+    """Prompts to decode at most, where the run holds no rounds yet."""
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    batch_size: int = 8
+    """Requests decoded at once."""
+    refresh: bool = False
+    """Decode again even where the run holds rounds."""
+
+
+def studies(options: StudiesOptions) -> None:
     """Study a run's recorded rounds: threshold sweep, acceptance per position, reliability.
 
     Writes threshold_sweep.json, acceptance.json and reliability.json to the run's studies, and a plot of
     each.
-
-    Args:
-        run: folder of a finished run; its temperatures are used where it was calibrated.
-        temperature: sampling temperature of the rounds; 0 is greedy.
-        split: whose prompts.
-        prompts: prompts to decode at most, where the run holds no rounds yet.
-        max_new_tokens: longest answer, in tokens.
-        batch_size: requests decoded at once.
-        refresh: decode again even where the run holds rounds.
     """
     from dspark_train.calibration.report import compare_reliability, trace_label
+    from dspark_train.cli.tables import print_acceptance, print_drift, print_sweeps
     from dspark_train.report.calibration_plots import plot_reliability
     from dspark_train.report.study_plots import plot_acceptance, plot_drift, plot_sweep
     from dspark_train.studies.record import RecordedRounds, Recording
     from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
 
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
+    run, temperature, split = options.run, options.temperature, options.split
+    recording = Recording(options.prompts, options.max_new_tokens, options.batch_size)
+    rounds = RecordedRounds(run, recording, refresh=options.refresh)
     trace = rounds.trace(split, temperature)
     temperatures = run_temperatures(run, temperature, trace.block_size)
     common = {
@@ -52,18 +52,18 @@ def studies(
         "rounds": len(trace.request),
         "temperatures": temperatures,
     }
-    folder, plots = _folders(run)
+    folder, plots = study_folders(run)
     acceptances = acceptance_by_position(trace)
     by_group = {part.group: part.to_json() for part in acceptances}
-    _write(folder / "acceptance.json", {**common, "groups": by_group})
+    write_study(folder / "acceptance.json", {**common, "groups": by_group})
     plot_acceptance(plots / "acceptance.png", acceptances)
-    _print_acceptance(acceptances)
+    print_acceptance(acceptances)
     sweeps = threshold_sweep(trace, temperatures)
-    _write(folder / "threshold_sweep.json", {**common, "groups": {s.group: s.to_json() for s in sweeps}})
+    write_study(folder / "threshold_sweep.json", {**common, "groups": {s.group: s.to_json() for s in sweeps}})
     plot_sweep(plots / "threshold_sweep.png", sweeps)
-    _print_sweeps(sweeps)
+    print_sweeps(sweeps)
     compared = compare_reliability(trace, temperatures or [1.0] * trace.block_size)
-    _write(folder / "reliability.json", {**common, **compared.to_json()})
+    write_study(folder / "reliability.json", {**common, **compared.to_json()})
     if temperatures is not None:
         plot_reliability(
             plots / f"reliability_{trace_label(temperature)}.png", temperatures, compared, temperature
@@ -77,73 +77,10 @@ def studies(
 
         drift = drift_study(DecodingTrace.load(fitting), trace)
         if drift is not None:
-            _write(folder / "online.json", {**common, **drift.to_json()})
+            write_study(folder / "online.json", {**common, **drift.to_json()})
             plot_drift(plots / "online.png", drift)
-            _print_drift(drift)
+            print_drift(drift)
     print(f"wrote {folder} and {plots}")
-
-
-def simulate(
-    run: Path,
-    costs: Path | None = None,
-    temperature: float = 0.0,
-    split: Literal["calibration", "heldout"] = "heldout",
-    requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-    threshold: float = 0.5,
-    prompts: int = 64,
-    max_new_tokens: int = 128,
-    batch_size: int = 8,
-    refresh: bool = False,
-) -> None:
-    """Simulate serving under load: throughput against per-user speed, by verification policy.
-
-    Replays recorded rounds against measured costs (``profile``). Compares plain decoding, one draft token,
-    whole blocks, a threshold, and the scheduler in its causal and its asynchronous form. Writes
-    simulate.json and a plot.
-
-    Args:
-        run: folder of a finished run; its temperatures are used where it was calibrated.
-        costs: cost table; left out: ``RUN/studies/cost_table.json``.
-        temperature: sampling temperature of the rounds; 0 is greedy.
-        split: whose prompts.
-        requests: numbers of concurrent requests.
-        threshold: confidence of the threshold policy.
-        prompts: prompts to decode at most, where the run holds no rounds yet.
-        max_new_tokens: longest answer, in tokens.
-        batch_size: requests decoded at once.
-        refresh: decode again even where the run holds rounds.
-    """
-    from dspark_train.decoding.cost import CostTable
-    from dspark_train.report.study_plots import plot_load
-    from dspark_train.studies.record import RecordedRounds, Recording
-    from dspark_train.studies.simulate import points_to_json, standard_policies
-    from dspark_train.studies.simulate import simulate as simulate_load
-
-    if not requests or min(requests) < 1:
-        raise UserError(f"requests {list(requests)} must be numbers of at least 1")
-    source = costs or run / "studies" / "cost_table.json"
-    table = CostTable.load(source)
-    rounds = RecordedRounds(run, Recording(prompts, max_new_tokens, batch_size), refresh=refresh)
-    trace = rounds.trace(split, temperature)
-    temperatures = run_temperatures(run, temperature, trace.block_size)
-    policies = standard_policies(table, trace.block_size, threshold)
-    points = simulate_load(trace, table, policies, sorted(set(requests)), temperatures=temperatures)
-    folder, plots = _folders(run)
-    content = {
-        "split": split,
-        "sampling_temperature": temperature,
-        "rounds": len(trace.request),
-        "block_size": trace.block_size,
-        "temperatures": temperatures,
-        "context": table.context,
-        "machine": table.machine,
-        "measured_rows": table.max_rows,
-        "policies": points_to_json(points),
-    }
-    _write(folder / "simulate.json", content)
-    plot_load(plots / "simulate.png", points)
-    _print_load(points)
-    print(f"wrote {folder / 'simulate.json'} and {plots / 'simulate.png'}")
 
 
 def run_temperatures(run: Path, sampling_temperature: float, block_size: int) -> list[float] | None:
@@ -155,90 +92,14 @@ def run_temperatures(run: Path, sampling_temperature: float, block_size: int) ->
     return list(Calibration.load(path, block_size).temperatures) if path.is_file() else None
 
 
-def _folders(run: Path) -> tuple[Path, Path]:
+def study_folders(run: Path) -> tuple[Path, Path]:
+    """The run's folders of studies and of plots, made where they are missing."""
     folder, plots = run / "studies", run / "plots"
     folder.mkdir(exist_ok=True)
     plots.mkdir(exist_ok=True)
     return folder, plots
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_study(path: Path, content: dict[str, Any]) -> None:
+    """Write what a study found."""
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
-
-
-def _print_acceptance(acceptances: Sequence[Acceptance]) -> None:
-    positions = range(len(acceptances[0].conditional))
-    _table(
-        "Acceptance in %, given that all earlier ones were accepted",
-        ["rounds of", "rounds", "τ", *(str(k + 1) for k in positions)],
-        [
-            [part.group, str(part.rounds), f"{part.tau:.2f}", *(_share(value) for value in part.conditional)]
-            for part in acceptances
-        ],
-    )
-
-
-def _print_sweeps(sweeps: Sequence[Sweep]) -> None:
-    every = sweeps[0]
-    chosen = [i for i in range(len(every.thresholds)) if i % 2 == 0 or i == len(every.thresholds) - 1]
-    _table(
-        "Threshold sweep: accepted share of verified tokens in % (tokens per round)",
-        ["threshold", *(sweep.group for sweep in sweeps)],
-        [
-            [
-                f"{every.thresholds[i]:.2f}",
-                *(f"{_share(s.acceptance_rate[i])} ({s.tokens_per_round[i]:.2f})" for s in sweeps),
-            ]
-            for i in chosen
-        ],
-    )
-
-
-def _print_drift(drift: Drift) -> None:
-    _table(
-        f"Load drifting from {drift.first} to {drift.second}: mean ECE in %",
-        ["traffic", "rounds", "frozen", "online", "noise"],
-        [
-            [p.phase, str(p.rounds), *(f"{100 * value:.1f}" for value in (p.frozen, p.online, p.noise))]
-            for p in drift.points
-        ],
-    )
-
-
-def _print_load(points: Sequence[LoadPoint]) -> None:
-    names = list(dict.fromkeys(point.policy for point in points))
-    counts = list(dict.fromkeys(point.requests for point in points))
-    at = {(point.policy, point.requests): point for point in points}
-
-    def rows(cell: Callable[[LoadPoint], str]) -> list[list[str]]:
-        return [[str(count), *(cell(at[name, count]) for name in names)] for count in counts]
-
-    _table(
-        "Tokens per second of all requests (* beyond the measured rows)",
-        ["requests", *names],
-        rows(lambda point: f"{point.throughput:.0f}{'*' if point.extrapolated else ''}"),
-    )
-    _table(
-        "Draft tokens verified per request and round",
-        ["requests", *names],
-        rows(lambda point: f"{point.verified_per_request:.1f}"),
-    )

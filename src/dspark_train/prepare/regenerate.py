@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 from dspark_train.data.conversations import BadConversation, Conversation, Turn, conversation_from_row
 from dspark_train.errors import UserError
 from dspark_train.files import file_digest, read_json, write_json
+from dspark_train.lists import Names
 
 if TYPE_CHECKING:
     from dspark_train.data.tokenize import ConversationEncoder
@@ -41,8 +42,9 @@ _PROMPTS_COMPARED = 8
 class Regenerate:
     """How the target answers."""
 
-    servers: list[str] = field(default_factory=list)
-    """Addresses of OpenAI-compatible servers (http://host:port, without /v1); none: in this process."""
+    servers: list[str] | Names = field(default_factory=list)
+    """Addresses of OpenAI-compatible servers (http://host:port, without /v1), with commas between; none: in
+    this process."""
     model: str | None = None
     """Name that the servers know the target by; None asks them."""
     max_tokens: int = 2048
