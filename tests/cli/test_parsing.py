@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 from docstring_parser import parse_from_object
 
 from dspark_train.cli import kept_help
@@ -170,6 +171,30 @@ def test_lists_of_names_and_one_value_alone() -> None:
 def test_what_is_no_such_list_is_refused(kind: type, given: object) -> None:
     with pytest.raises(ValueError, match=f"{kind.plural} with commas between"):
         kind.parse(given)
+
+
+def test_refusals_name_the_key_the_value_and_what_is_expected() -> None:
+    with pytest.raises(UserError) as refused:
+        parsed_by_decode("--temperatures=0;1")
+    expected = "key \"temperatures\": '0;1' must be numbers with commas between, or a list in brackets"
+    assert str(refused.value) == expected
+    with pytest.raises(UserError, match=r"unknown key 'temperature' \(did you mean 'temperatures'\?\)"):
+        parsed_by_decode("--temperature=0")
+    with pytest.raises(UserError, match="missing: run"):
+        run_command(decode, [], "decode")
+
+
+def parsed_by_decode(*arguments: str) -> None:
+    run_command(decode, ["run", *arguments], "decode")
+
+
+def test_a_printed_config_reads_as_what_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        parsed_by_decode("--temperatures=0.5,1", "--prompts=2", "--print_config")
+    (tmp_path / "options.yaml").write_text(capsys.readouterr().out)
+    assert yaml.safe_load((tmp_path / "options.yaml").read_text())["temperatures"] == [0.5, 1.0]
+    again = parsed(DecodeOptions, f"--config={tmp_path / 'options.yaml'}")
+    assert again == DecodeOptions(Path("run"), temperatures=Numbers((0.5, 1.0)), prompts=2)
 
 
 def test_flags_win_over_a_file_and_both_over_defaults(tmp_path: Path) -> None:

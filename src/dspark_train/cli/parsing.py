@@ -17,7 +17,7 @@ from dspark_train.lists import Integers, Names, Numbers
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help of dataclasses' fields
 for _listed in (Numbers, Integers, Names):
-    register_type(_listed, str, _listed.parse)
+    register_type(_listed, list, _listed.parse)
 
 STRICT: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
 """Arguments of every parser: errors come as exceptions, and a flag is only what its whole name says."""
@@ -49,7 +49,7 @@ def explain(error: argparse.ArgumentError, parser: jsonargparse.ArgumentParser) 
     if missing:
         names = re.sub(r"\b(fit|validate)\.", "", missing.group(1))
         return UserError(f"missing: {names}; give it in a --config file or as a flag")
-    return UserError(text.replace('Parser key "', 'key "'))
+    return UserError(re.sub(r"Not of type \w+: ", "", text.replace('Parser key "', 'key "')))
 
 
 def options_of(function: Callable[..., None]) -> type:
