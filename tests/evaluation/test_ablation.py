@@ -131,6 +131,47 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: str, message
         read_ablation(tmp_path / "absent.yaml")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": [1]}, "config must be a path"),
+        ({"overrides": [1]}, "overrides must be a mapping"),
+        ({"base": "layers"}, "base must be a mapping"),
+        ({"axes": ["layers"]}, "axes must be a mapping"),
+        ({"axes": {"layers": {"setting": 1, "values": [1]}}}, "axes.layers must be"),
+        ({"axes": {"layers": {"setting": "draft.num_layers", "values": []}}}, "axes.layers must be"),
+        ({"studies": {"a": {"x": "layers", "line": "head"}}}, "studies.a must be"),
+        ({"studies": {"a": {"x": {"layers": 2}}}}, "studies.a must be"),
+        (
+            {"studies": {"a": {"x": {"layers": [2], "head": ["none"]}}}},
+            "must name one axis, not layers, head",
+        ),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_ablation(write_grid(tmp_path, **changes))
+
+
+def test_settings_reach_fit_as_they_are_written(tmp_path: Path) -> None:
+    """Nothing is read into them here: a class path stays one, text stays text, and names stay as written."""
+    callback = {
+        "class_path": "dspark_train.training.cache_builder.CacheFeatures",
+        "init_args": {"folder": "f"},
+    }
+    axes = {
+        "lr": {"setting": "optimizer.lr", "values": ["1e-3", 0.002, "true", None]},
+        "cache": {1: {"trainer.callbacks": [callback]}, "off": {"trainer.callbacks": []}},
+    }
+    grid = read_ablation(write_grid(tmp_path, axes=axes, base={}, studies={"lr": {"x": "lr"}}))
+    assert list(grid.axes["lr"]) == ["1e-3", "0.002", "true", "None"]
+    assert list(grid.axes["cache"]) == ["1", "off"]
+    assert grid.base == {"lr": "1e-3", "cache": "1"}
+    flags = fit_arguments(grid, grid.cell({}))
+    assert "--optimizer.lr=1e-3" in flags
+    assert f"--trainer.callbacks={json.dumps([callback])}" in flags
+
+
 def test_failed_runs_are_named_and_the_rest_goes_on(grid: Ablation, command: list[str]) -> None:
     states: list[tuple[str, str]] = []
 
