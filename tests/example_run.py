@@ -19,6 +19,7 @@ from dspark_train.calibration.fit import write_report as write_calibration
 from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.files import write_result
 from dspark_train.structures import DecodingTrace
+from dspark_train.studies.online_threshold import threshold_drift
 from dspark_train.studies.rounds import (
     AcceptanceStudy,
     ThresholdStudy,
@@ -229,6 +230,9 @@ def write_run(path: Path) -> Path:
     drifting = drift_study(make_trace(0), trace)
     assert drifting is not None
     write_result(path / "studies" / "online.json", dataclasses.replace(drifting, **of))
+    moving = threshold_drift(make_trace(0), trace, 0.8)
+    assert moving is not None
+    write_result(path / "studies" / "online_threshold.json", dataclasses.replace(moving, **of))
     loads = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     policies = {
         policy: [

@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "dspark_train"
 ORDER = (
     "structures",
     "errors",
+    "lists",
     "files",
     "progress",
     "machine",
@@ -80,7 +81,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_every_command_exists() -> None:
-    from dspark_train.cli.commands import COMMANDS, resolve
+    from dspark_train.cli.main import COMMANDS, resolve
 
     for command in COMMANDS.values():
         assert callable(resolve(command)), command

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
 from dspark_train.errors import UserError
 from dspark_train.files import read_json
+from dspark_train.lists import Listed
 
 if TYPE_CHECKING:
     from dspark_train.data.module import DSparkDataModule
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
     from dspark_train.target.frozen import FrozenTarget
 
 Stage = Literal["calibrate", "decode", "report"]
+
+
+def _stage(word: str) -> str:
+    if word not in get_args(Stage):
+        raise ValueError(word)
+    return word
+
+
+class Stages(Listed[Stage]):
+    """Stages that follow training."""
+
+    kind = _stage
+    plural = f"stages ({', '.join(get_args(Stage))})"
 
 
 @dataclass
@@ -41,8 +55,8 @@ class RunConfig:
     machine's pace allows, never more than the recipe has, and the schedule follows."""
     save_every: int = 0
     """Optimiser steps between checkpoints; 0 saves at the end only."""
-    after: list[Stage] = field(default_factory=lambda: ["calibrate", "decode", "report"])
-    """Stages that run by themselves once training has ended and the draft is exported."""
+    after: Stages = Stages(("calibrate", "decode", "report"))
+    """Stages that run by themselves once training has ended and the draft is exported, with commas between."""
     options: dict[Stage, dict[str, Any]] = field(default_factory=dict)
     """Arguments of those stages, by stage, named as on their own command lines."""
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dspark_train.calibration.fit import calibrate_traces, write_report
-from dspark_train.cli.commands import run as command_line
+from dspark_train.cli.main import run as command_line
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.evaluation.records import Record

@@ -15,7 +15,7 @@ from tiny_data import tiny_recipe
 from tiny_models import tiny_model
 from transformers import Qwen3ForCausalLM
 
-from dspark_train.cli.commands import main
+from dspark_train.cli.main import main
 from dspark_train.cli.planning import KNOWN_TARGETS, plan, target_model
 from dspark_train.cli.recipe import parse_recipe
 from dspark_train.data.module import DSparkDataModule

@@ -12,13 +12,14 @@ from tiny_data import tiny_conversations, write_rows, write_target
 from tiny_models import tiny_draft
 
 from dspark_train.calibration.io import Calibration
-from dspark_train.cli.evaluate import evaluate, report
+from dspark_train.cli.evaluate import evaluate
 from dspark_train.cli.parsing import run_command
+from dspark_train.cli.report import report
 from dspark_train.decoding.decoder import generate
 from dspark_train.errors import UserError
+from dspark_train.evaluation.options import EvaluateOptions
 from dspark_train.evaluation.records import Record
-from dspark_train.evaluation.session import EvaluateOptions, draft_folder, evaluate_run, retap
-from dspark_train.evaluation.summary import Bootstrap
+from dspark_train.evaluation.session import draft_folder, evaluate_run, retap
 from dspark_train.report.tables import evaluation_markdown
 from dspark_train.run import Run
 from dspark_train.target.config import TargetConfig
@@ -60,7 +61,7 @@ def options(folders: dict[str, Path], **changes: object) -> EvaluateOptions:
         prompts=2,
         drafts=[f"parallel={folders['parallel']}"],
         max_new_tokens=14,
-        bootstrap=Bootstrap(resamples=100),
+        resamples=100,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
@@ -164,7 +165,7 @@ def test_other_settings_need_another_name_or_a_restart(folders: dict[str, Path])
         ({"baselines": ["plane"]}, "'plane' is none of"),
         ({"suites": []}, "name at least one"),
         ({"temperatures": [-1.0]}, "must be at least one number"),
-        ({"bootstrap": Bootstrap(confidence=95)}, "between 0 and 1"),
+        ({"confidence": 95}, "between 0 and 1"),
         ({"max_new_tokens": 1}, "at least 2"),
         ({"name": "a/b"}, "plain file name"),
         ({"suites": ["gsm9k"]}, "unknown suite"),
@@ -204,9 +205,9 @@ def test_command_writes_table_and_the_report_shows_it(
     assert "Benchmark suites" in html
     assert "tiny, head off" in html
     with pytest.raises(UserError, match="numbers with commas"):
-        evaluate(folders["run"], "gsm8k", temperatures="0;1")
+        run_command(evaluate, [str(folders["run"]), "gsm8k", "--temperatures=0;1"], "evaluate")
     with pytest.raises(UserError, match=r"must end in \.html"):
-        report(folders["run"], output=Path("report.pdf"))
+        run_command(report, [str(folders["run"]), "--output=report.pdf"], "report")
 
 
 def test_trained_parameters_leave_out_what_the_target_owns(folders: dict[str, Path]) -> None:

@@ -19,6 +19,7 @@ from dspark_train.report.drawing import save_png
 from dspark_train.report.page import Figure, Page, Section, Table, render
 from dspark_train.report.results import decoded
 from dspark_train.run import Run
+from dspark_train.studies.online_threshold import ThresholdDriftStudy
 from dspark_train.studies.reliability import ReliabilityStudy
 from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, ThresholdStudy
 from dspark_train.studies.simulate import LoadStudy
@@ -92,6 +93,21 @@ def test_drift_marks_the_place_of_the_change(run: Run) -> None:
     picture = figures.drift(drift)
     last = [point.rounds for point in drift.points if point.phase == drift.first][-1]
     assert picture.turn == (last, drift.first, drift.second)
+
+
+def test_a_threshold_that_follows_is_drawn_beside_the_wanted_share(run: Run) -> None:
+    study = stored(run, "online_threshold", ThresholdDriftStudy)
+    picture = figures.threshold_drift(study)
+    assert [line.label for line in picture.series] == [
+        f"threshold {study.start:g}",
+        "following online",
+        "wanted",
+    ]
+    assert list(picture.series[1].points) == [(point.rounds, point.online) for point in study.points]
+    assert {y for _, y in picture.series[2].points} == {0.8}
+    section = study_sections.threshold_drift(study)
+    assert section is not None
+    assert f"begin at {study.start:g}" in section.lead
 
 
 def test_a_figure_with_one_point_is_left_out_and_its_numbers_are_kept(thresholds: ThresholdStudy) -> None:

@@ -26,6 +26,7 @@ FILES = {
     "learning": "metrics.csv",
     "speed": "decode.json",
     "drift": "studies/online.json",
+    "threshold-drift": "studies/online_threshold.json",
     "suites": "evaluation/suites.json",
     "reliability": "calibration_report.json",
     "threshold": "studies/threshold_sweep.json",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dspark_train.decoding.cost import CostTable
     from dspark_train.decoding.measure import ModeResult
     from dspark_train.evaluation.ablate import StudyLine
+    from dspark_train.studies.online_threshold import ThresholdDriftStudy
     from dspark_train.studies.reliability import ReliabilityBin, ReliabilityStudy
     from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, OfRounds, ThresholdStudy
     from dspark_train.studies.simulate import LoadPoint, LoadStudy
@@ -199,15 +200,39 @@ def drift(study: DriftStudy) -> Lines:
     ]
     honest = [(float(point.rounds), point.noise) for point in study.points]
     series.append(Series("honest probabilities", honest, GREY, dashed=True))
-    change = max((float(p.rounds) for p in study.points if p.phase == study.first), default=0.0)
     return Lines(
         f"Mean calibration error while {study.first} gives way to {study.second}",
         over(study),
         series,
         Axis("Rounds replayed", low=0.0),
         Axis("ECE", low=0.0, text=percent),
-        turn=(change, study.first, study.second),
+        turn=_turn(study),
     )
+
+
+def threshold_drift(study: ThresholdDriftStudy) -> Lines:
+    """Accepted share of what a frozen and an online threshold verify, along a load that changes."""
+    kinds = ((f"threshold {study.start:g}", "frozen", 1), ("following online", "online", 0))
+    series = [
+        Series(label, _known([(p.rounds, p) for p in study.points], name), colour, markers=True)
+        for label, name, colour in kinds
+    ]
+    wanted = [(float(point.rounds), study.wanted) for point in study.points]
+    series.append(Series("wanted", wanted, GREY, dashed=True))
+    return Lines(
+        f"Accepted share of verified draft tokens while {study.first} gives way to {study.second}",
+        over(study),
+        series,
+        Axis("Rounds replayed", low=0.0),
+        Axis("accepted", text=percent),
+        turn=_turn(study),
+    )
+
+
+def _turn(study: DriftStudy | ThresholdDriftStudy) -> tuple[float, str, str]:
+    """Where the first domain's rounds end."""
+    change = max((float(point.rounds) for point in study.points if point.phase == study.first), default=0.0)
+    return change, study.first, study.second
 
 
 def load(study: LoadStudy) -> list[Lines]:

@@ -12,6 +12,7 @@ from dspark_train.report import results, sections, study_sections, text
 from dspark_train.report.page import Fact, Page, Section, write
 from dspark_train.report.suite_section import suites_section
 from dspark_train.run import Run
+from dspark_train.studies.online_threshold import ThresholdDriftStudy
 from dspark_train.studies.reliability import CalibrationReport
 from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, ThresholdStudy
 from dspark_train.studies.simulate import LoadStudy
@@ -31,6 +32,7 @@ def run_page(run: Run) -> Page:
         study_sections.reliability(calibrations),
         study_sections.thresholds(read_result(run.study_path("threshold_sweep"), ThresholdStudy)),
         study_sections.drift(read_result(run.study_path("online"), DriftStudy)),
+        study_sections.threshold_drift(read_result(run.study_path("online_threshold"), ThresholdDriftStudy)),
         study_sections.load(read_result(run.study_path("simulate"), LoadStudy)),
         sections.examples(decoded.examples),
         sections.recipe(settings(run), results.config_text(run)),

@@ -8,6 +8,7 @@ from dspark_train.report import figures
 from dspark_train.report.page import Figure, Section, Table
 from dspark_train.report.text import fixed, maybe, mode_name, share, share_or_dash
 from dspark_train.run import CALIBRATION_REPORT
+from dspark_train.studies.online_threshold import ThresholdDriftStudy
 from dspark_train.studies.reliability import CalibrationReport
 from dspark_train.studies.rounds import DriftStudy, OfRounds, ThresholdStudy
 from dspark_train.studies.simulate import LoadPoint, LoadStudy
@@ -119,6 +120,37 @@ def drift(study: DriftStudy | None) -> Section | None:
     table = Table(picture.title, header, rows, folded=True, text_columns=(1,))
     shown = [Figure(picture, table=table)]
     return Section("drift", "Drifting load", lead, "Drift", shown, source="studies/online.json")
+
+
+def threshold_drift(study: ThresholdDriftStudy | None) -> Section | None:
+    """What a frozen and an online threshold keep accepted under a load that drifts from one domain to another."""
+    if study is None or not study.points:
+        return None
+    picture = figures.threshold_drift(study)
+    lead = (
+        f"Both thresholds begin at {study.start:g}, at which rounds of {study.first} accept the wanted "
+        f"{share(study.wanted)} of the verified draft tokens. One stays, the other follows what is accepted."
+        + _of(study)
+    )
+    rows = [
+        [
+            f"{p.rounds:,}",
+            p.phase,
+            share_or_dash(p.frozen),
+            fixed(p.frozen_verified),
+            share_or_dash(p.online),
+            fixed(p.online_verified),
+            fixed(p.threshold),
+        ]
+        for p in study.points
+    ]
+    header = ["Rounds", "Traffic", "frozen", "verified", "online", "verified", "threshold"]
+    table = Table(picture.title, header, rows, folded=True, text_columns=(1,))
+    source = "studies/online_threshold.json"
+    shown = [Figure(picture, table=table)]
+    return Section(
+        "threshold-drift", "Threshold under a drifting load", lead, "Online threshold", shown, source=source
+    )
 
 
 def load(study: LoadStudy | None) -> Section | None:
