@@ -50,7 +50,7 @@ def built(arguments: list[str], target: FrozenTarget | None = None) -> int:
     if recipe.vocab_coverage or recipe.vocab_size:
         data.tokenizer = module.target.tokenizer
         data.setup()
-    module._trainer = SimpleNamespace(datamodule=data)  # type: ignore[assignment]
+    module._trainer = SimpleNamespace(datamodule=data, ckpt_path=None)  # type: ignore[assignment]
     module.configure_model()
     return sum(parameter.numel() for parameter in module.draft.parameters() if parameter.requires_grad)
 
