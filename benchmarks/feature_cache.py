@@ -20,7 +20,6 @@ from dspark_train.target.config import TargetConfig
 from dspark_train.training.feature_cache import FeatureCache, Storage, identity_of
 from dspark_train.training.module import DSparkModule
 from dspark_train.training.optimizer import OptimizerConfig
-from dspark_train.training.states import LiveStates, StateSource
 from dspark_train.training.terms import ObjectiveConfig
 
 
@@ -38,16 +37,17 @@ def module_of(run: Run) -> DSparkModule:
     return module
 
 
-def held_out(run: Run, source: StateSource) -> tuple[dict[str, float], float]:
+def held_out(run: Run, cache: FeatureCache | None) -> tuple[dict[str, float], float]:
     """Losses and expected τ over the held-out conversations, and the seconds that the target's states took."""
     module = module_of(run)
-    module.source = source
+    if cache is not None:
+        module.source = cache
     seconds = 0.0
     with torch.no_grad(), torch.autocast(run.target.device.type, torch.bfloat16):
         for batch in run.data.val_dataloader():
             prepared = module.on_before_batch_transfer(batch, 0)
             started = time.perf_counter()
-            source.states(prepared.batch.tokens, run.target.device)
+            module._states(prepared.batch.tokens)
             seconds += time.perf_counter() - started
             module.validation_step(prepared, 0)
     values = module.metrics("val").compute()
@@ -61,15 +61,14 @@ def main() -> None:
     results: dict[str, tuple[Any, ...]] = {}
     with tempfile.TemporaryDirectory(dir=run.path) as folder:
         for kind in ("fresh", *storages):
-            source: StateSource = LiveStates(run.target)
-            size, building = 0, 0.0
+            cache, size, building = None, 0, 0.0
             if kind != "fresh":
-                source = cache = FeatureCache(Path(folder) / kind, identity_of(run.target, kind), run.target)
+                cache = FeatureCache(Path(folder) / kind, identity_of(run.target, kind), run.target)
                 for batch in run.data.val_dataloader():
-                    cache.states(batch.tokens, run.target.device)
+                    cache.states(batch.tokens, "cpu")
                 building = cache.filling.seconds
                 size = sum(path.stat().st_size for path in cache.folder.glob("*.safetensors"))
-            values, seconds = held_out(run, source)
+            values, seconds = held_out(run, cache)
             results[kind] = (size, building, seconds, values)
     names = ("loss", "ce", "tv", "confidence", "tau")
     lines = [

@@ -49,8 +49,9 @@ def measure(
     anchors: int,
     cached: bool,
     steps: int,
+    mixed: bool = True,
 ) -> dict[str, Any]:
-    """Seconds of each part (the fastest step's), tokens/s, peak extra memory."""
+    """Seconds of each part (the fastest step's), tokens/s, peak extra memory; ``mixed`` is bf16 autocast."""
     device, objective = target.device, ObjectiveConfig()
     torch.manual_seed(0)
     config = build_config(recipe, target.config, target.layer_ids, vocab_size=target.vocab_size)
@@ -93,7 +94,7 @@ def measure(
             marks = [now()]
             states = stored if cached else target.states(inputs)
             marks.append(now())
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
                 output = draft(states.features, blocks)
                 marks.append(now())
                 sums = fused_objective(
@@ -128,7 +129,7 @@ def measure(
         TargetCost.of(target.model),
         draft,
         budget,
-        mixed=True,
+        mixed=mixed,
         target_item=target.dtype.itemsize,
         cached=cached,
     )

@@ -84,6 +84,17 @@ def test_dtypes_follow_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
         assert machine.choose_newton_schulz(64, 96).name == winner
 
 
+def test_threads_that_someone_has_set_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the user, or by a launcher for its ranks; even where an earlier process chose others."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    machine.decide(Choice("threads", "64"))
+    before = torch.get_num_threads()
+    monkeypatch.setattr(machine, "_tuned", [])
+    machine.tune()
+    assert torch.get_num_threads() == before
+    assert machine.decided()["threads"]["reason"] == "OMP_NUM_THREADS"
+
+
 def test_choices_of_an_earlier_process_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     first = fastest("training", {"float32": clock.form(2.0), "bfloat16": clock.form(1.0)}, seconds=3)

@@ -314,9 +314,11 @@ def choose_library() -> Choice:
 
 
 def _choose_threads() -> Choice:
+    now = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ:  # by the user, or by a launcher that divides the cores over its ranks
+        return decide(Choice("threads", str(now), reason="OMP_NUM_THREADS"))
     if "threads" in _decided:
         return _decided["threads"]
-    now = torch.get_num_threads()
     counts = sorted({min(now, usable_cores()), *_thread_counts()}, reverse=True)
     if len(counts) == 1:
         return decide(Choice("threads", str(counts[0]), reason="one per core"))

@@ -28,6 +28,8 @@ class Stage:
     def __init__(self, name: str, total: int | None = None, unit: str = "", done: int = 0) -> None:
         self.name, self.total, self.unit = name, total, unit
         self.done, self.note = done, ""
+        self.remaining: float | None = None
+        """Seconds that the rest takes, where someone knows better than the pace so far."""
         self._first = done
         self._began = time.monotonic()
 
@@ -43,7 +45,9 @@ class Stage:
         _display.show(self)
 
     def left(self) -> float | None:
-        """Seconds that the rest takes at the pace so far; None where that is not known yet."""
+        """Seconds that the rest takes, at the pace so far unless it was told; None where that is not known yet."""
+        if self.remaining is not None:
+            return self.remaining
         counted, spent = self.done - self._first, time.monotonic() - self._began
         if self.total is None or counted <= 0:
             return None
@@ -231,7 +235,10 @@ def quiet_libraries() -> None:
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for others, and warns
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -127,6 +129,18 @@ def test_flags_win_over_files(ready: Path, monkeypatch, capsys) -> None:
 def test_validate(ready: Path, monkeypatch, capsys) -> None:
     call(monkeypatch, "validate", "--config", ready / "tiny.yaml", "--run.folder", ready / "validated")
     assert "val/tau" in capsys.readouterr().out
+
+
+def test_validating_a_draft_finds_what_its_training_found(
+    run: Path, ready: Path, monkeypatch, capsys
+) -> None:
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    trained = float([row["val/tau"] for row in rows if row["val/tau"]][-1])
+    words = ["validate", "--config", ready / "tiny.yaml", "--init_from", run / "draft"]
+    call(monkeypatch, *words, "--run.folder", ready / "validated")
+    found = re.search(r"val/tau\D+([\d.]+)", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(trained, abs=1e-4)
 
 
 def test_wandb_offline(ready: Path, monkeypatch, tmp_path) -> None:

@@ -35,6 +35,8 @@ class CalibrateOptions:
     """Fit the bias too, on the rounds of the first sampling temperature; false leaves it as it is."""
     seed: int = 0
     """Of the sampling."""
+    seconds: float = float("inf")
+    """For decoding, all splits and ways of sampling together; prompts that have not begun by then are left out."""
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Of target and draft. Left out: float32 on a CPU, else the run's. A CPU that computes in bfloat16 is
     faster in it with many requests at once."""
@@ -63,7 +65,12 @@ def calibrate(options: CalibrateOptions) -> None:
 
     rules = [SamplingRule(temperature, options.top_k, options.top_p) for temperature in options.temperatures]
     recording = Recording(
-        options.prompts, options.max_new_tokens, options.batch_size, options.seed, options.refresh
+        options.prompts,
+        options.max_new_tokens,
+        options.batch_size,
+        options.seed,
+        options.refresh,
+        options.seconds / (2 * len(rules)),
     )
     run = run_to_record(options.run, options.dtype)
     data_name = Path(str(run.required_config()["data"]["path"])).name

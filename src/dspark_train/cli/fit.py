@@ -108,7 +108,7 @@ class DSparkCLI(LightningCLI):
                 checkpoints = None if config.run.overwrite else Path(config.run.folder) / "trainer"
             latest = latest_checkpoint(checkpoints) if checkpoints else None
             if _get_rank() in (None, 0):
-                say(resources(Path(config.run.folder)))
+                say(check_resources(config))
                 Run(Path(config.run.folder)).update(chosen=machine.decided(), **environment())
             if latest is not None:
                 say(f"continuing the run in {config.run.folder} from {latest.name}")
@@ -197,11 +197,53 @@ def measured_precision(config: Namespace) -> str:
     return "bf16-mixed" if choice.name == "bfloat16" else "32-true"
 
 
-def resources(folder: Path) -> str:
-    """Cores, memory and disk of this machine, in a line."""
-    free, disk = machine.free_memory(), shutil.disk_usage(folder).free
-    memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
-    return f"{machine.usable_cores()} cores{memory}, {disk / 2**30:.1f} GiB of disk free for {folder}"
+LIBRARIES = 1.5 * 2**30
+"""Bytes that Python and the libraries take."""
+SPREAD = 1.7
+"""How far the memory of a step may lie above its plan (``tests/training/test_costs.py``)."""
+COPIES = 3
+"""Checkpoints on the disk at once: two that are kept, and one that is being written."""
+
+
+def check_resources(config: Namespace) -> str:
+    """Hold what a run will need against what the machine has free, before anything is loaded.
+
+    Returns:
+        Cores, memory and disk, in a line.
+
+    Raises:
+        UserError: too little memory, or too little disk.
+    """
+    from dspark_train.cli.plan import PlanOptions
+    from dspark_train.cli.planning import plan_of
+    from dspark_train.training.plan import caches_features
+
+    folder = Path(config.run.folder)
+    free, disk, gib = machine.free_memory(), shutil.disk_usage(folder).free, 2**30
+    line = f"{machine.usable_cores()} cores"
+    if config.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        return f"{line}, {disk / gib:.1f} GiB of disk free for {folder}"
+    with stage("reading the recipe, its target's shape and its data"):
+        plan = plan_of(config.as_dict(), PlanOptions())
+    memory = int(plan.ranks * (SPREAD * plan.total_memory + LIBRARIES))
+    written = COPIES * 12 * plan.trained
+    if caches_features(config.trainer.as_dict()):
+        written += plan.cache_bytes
+    if free is not None and memory > free:
+        raise UserError(
+            f"this run needs about {memory / gib:.1f} GiB of memory, and {free / gib:.1f} GiB are free: close other "
+            "programs, or lower data.micro_batch_size, data.max_length or draft.num_layers"
+        )
+    if written > disk:
+        raise UserError(
+            f"this run writes about {written / gib:.1f} GiB, and the disk of {folder} has {disk / gib:.1f} GiB free: "
+            "choose another run.folder, or train without CacheFeatures"
+        )
+    has = "" if free is None else f" of {free / gib:.1f} free"
+    return (
+        f"{line}; needs about {memory / gib:.1f}{has} GiB of memory and {written / gib:.1f} of {disk / gib:.1f} free "
+        "GiB of disk"
+    )
 
 
 OVERHEAD = 20.0

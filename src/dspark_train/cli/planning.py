@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,11 @@ def plan(arguments: Sequence[str]) -> Plan:
         UserError: the recipe cannot work, or the target's config cannot be found.
     """
     config = parse_recipe(arguments, PlanOptions).as_dict()
-    options = PlanOptions(**{field.name: config[field.name] for field in fields(PlanOptions)})
+    return plan_of(config, PlanOptions(**{field.name: config[field.name] for field in fields(PlanOptions)}))
+
+
+def plan_of(config: Mapping[str, Any], options: PlanOptions) -> Plan:
+    """Plan a parsed recipe; errors as of :func:`plan`."""
     target, recipe = TargetConfig(**config["target"]), DraftRecipe(**config["draft"])
     data, notes = DSparkDataModule(**config["data"]), list[str]()
     model = target_model(target, options.target_config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -186,9 +186,18 @@ class Decoder:
 
     @torch.inference_mode()
     def run(
-        self, requests: Sequence[Request], *, batch_size: int = 1, seed: int = 0, domains: Sequence[str] = ()
+        self,
+        requests: Sequence[Request],
+        *,
+        batch_size: int = 1,
+        seed: int = 0,
+        domains: Sequence[str] = (),
+        watch: Callable[[deque[Request]], object] | None = None,
     ) -> GenerationResult:
-        """Decode requests, ``batch_size`` at once, in their order."""
+        """Decode requests, ``batch_size`` at once, in their order.
+
+        ``watch`` is called after every round with the requests that have not begun; it may drop some.
+        """
         if batch_size < 1:
             raise UserError(f"batch_size {batch_size} must be at least 1")
         length = max((len(r.prompt) + r.limit for r in requests), default=1)
@@ -198,7 +207,8 @@ class Decoder:
         with run:
             waiting = deque(requests)
             while run.step(waiting):
-                pass
+                if watch is not None:
+                    watch(waiting)
         timings = run.timings
         timings.parts = run.watch.read()
         timings.total = time.perf_counter() - started

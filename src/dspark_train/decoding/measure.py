@@ -18,6 +18,7 @@ from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.statistics import Array, Sampled, bootstrap_weights, ratio
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
+from dspark_train.progress import stage
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
 
@@ -135,19 +136,22 @@ def compare(
     policy = copy.deepcopy(settings.policy)  # one that has learnt nothing yet
     drafted = Decoder(target, draft, policy, rule, settings.sts, graphs, compile)
     found = Comparison(rule.temperature, [], exact=target.dtype == torch.float32)
-    for decoder in (plain, drafted):
-        _decode(decoder, prompts[: settings.batch_size], settings, 0, limit=4)
-    begun = time.monotonic()
-    for start in range(0, len(prompts), settings.batch_size):
-        if start and time.monotonic() - begun > seconds:
-            break
-        group = list(prompts[start : start + settings.batch_size])
-        order = (plain, drafted) if len(found.groups) % 2 == 0 else (drafted, plain)
-        results = {id(decoder): _decode(decoder, group, settings, start) for decoder in order}
-        found.prompts += group
-        found.groups.append(len(group))
-        found.plain.append(results[id(plain)])
-        found.speculative.append(results[id(drafted)])
+    with stage(f"decoding plainly and with the draft ({rule.label})", len(prompts), "prompts") as shown:
+        for decoder in (plain, drafted):
+            _decode(decoder, prompts[: settings.batch_size], settings, 0, limit=4)
+        begun = time.monotonic()
+        for start in range(0, len(prompts), settings.batch_size):
+            if start and time.monotonic() - begun > seconds:
+                break
+            group = list(prompts[start : start + settings.batch_size])
+            order = (plain, drafted) if len(found.groups) % 2 == 0 else (drafted, plain)
+            results = {id(decoder): _decode(decoder, group, settings, start) for decoder in order}
+            found.prompts += group
+            found.groups.append(len(group))
+            found.plain.append(results[id(plain)])
+            found.speculative.append(results[id(drafted)])
+            left = max(0.0, seconds - time.monotonic() + begun)
+            shown.advance(len(group), f"{left:.0f} s left at most" if left < float("inf") else "")
     if rule.greedy:
         found.divergences = divergences(target, found)
     return found

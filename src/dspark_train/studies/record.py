@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dspark_train.decoding.requests import Request
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.errors import UserError
+from dspark_train.progress import stage
 from dspark_train.run import Dtype, Run
 from dspark_train.structures import DecodingTrace
 
@@ -31,12 +34,14 @@ class Recording:
     """Of the sampling."""
     refresh: bool = False
     """Make them again even where they exist."""
+    seconds: float = float("inf")
+    """No further prompt of a split is begun after this time."""
 
     def __post_init__(self) -> None:
-        if self.prompts < 1 or self.max_new_tokens < 2 or self.batch_size < 1:
+        if self.prompts < 1 or self.max_new_tokens < 2 or self.batch_size < 1 or self.seconds <= 0:
             raise UserError(
                 f"prompts ({self.prompts}) and batch_size ({self.batch_size}) must be at least 1, max_new_tokens "
-                f"({self.max_new_tokens}) at least 2"
+                f"({self.max_new_tokens}) at least 2, seconds ({self.seconds:g}) above 0"
             )
 
 
@@ -77,28 +82,36 @@ def recorded_rounds(
         known = f"{len(trace.request)} rounds of {len(trace.request.unique())} prompts"
         say(f"{split}: {known} are in {path} (--refresh true decodes)")
         return trace
-    from dspark_train.decoding.decoder import generate
+    from dspark_train.decoding.decoder import Decoder
     from dspark_train.decoding.measure import interleave
 
     prompts = interleave(run.data.prompts(split))[: recording.prompts]
     if not prompts:
         raise UserError(f"run {run.path}: its data have no {split} prompts; give the split a share of them")
-    say(f"decoding {len(prompts)} {split} prompts ({rule.label})")
+    decoder = Decoder(run.target, run.draft, rule=rule)
+    requests = decoder.requests([prompt.ids for prompt in prompts], recording.max_new_tokens, None)
     begun = time.monotonic()
-    result = generate(
-        run.target,
-        run.draft,
-        [prompt.ids for prompt in prompts],
-        max_new_tokens=recording.max_new_tokens,
-        temperature=rule.temperature,
-        top_k=rule.top_k,
-        top_p=rule.top_p,
-        batch_size=recording.batch_size,
-        seed=recording.seed,
-        domains=[prompt.domain for prompt in prompts],
+    with stage(f"decoding {split} prompts ({rule.label})", len(prompts), "prompts") as shown:
+
+        def watch(waiting: deque[Request]) -> None:
+            if time.monotonic() - begun > recording.seconds:
+                waiting.clear()
+            done = sum(bool(request.finished_by) for request in requests)
+            if done != shown.done:
+                shown.update(done)
+
+        result = decoder.run(
+            requests,
+            batch_size=recording.batch_size,
+            seed=recording.seed,
+            domains=[prompt.domain for prompt in prompts],
+            watch=watch,
+        )
+    seconds, answered = time.monotonic() - begun, sum(bool(tokens) for tokens in result.tokens)
+    say(
+        f"  {answered} of {len(prompts)} {split} prompts, {len(result.trace.request)} rounds, "
+        f"τ {result.trace.accepted_length:.2f}, {seconds:.0f} s"
     )
-    seconds = time.monotonic() - begun
-    say(f"  {len(result.trace.request)} rounds, τ {result.trace.accepted_length:.2f}, {seconds:.0f} s")
     path.parent.mkdir(parents=True, exist_ok=True)
     result.trace.save(path)
     return result.trace

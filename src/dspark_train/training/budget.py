@@ -32,6 +32,8 @@ class TimeBudget(Callback):
         self.planned: int | None = None
         """Steps of the run, as planned last."""
         self.recipe_steps = 0
+        self.remaining: float | None = None
+        """Seconds that the rest of training takes, validations included; None before the first plan."""
         self._started = time.monotonic() if started is None else started
         self._before = 0.0
         self._paces: list[float] = []
@@ -122,7 +124,9 @@ class TimeBudget(Callback):
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if needed(middle) <= left else (low, middle - 1)
-        return max(low, min(step + 1, self.recipe_steps))
+        steps = max(low, min(step + 1, self.recipe_steps))
+        self.remaining = needed(steps)
+        return steps
 
     def _due(self, total: int) -> list[int]:
         """Steps after which a run of ``total`` steps is validated."""
@@ -143,9 +147,9 @@ class TimeBudget(Callback):
         trainer.fit_loop.epoch_loop.max_steps = steps
         if module.schedule is not None:
             module.schedule.total_steps = steps
-        due = [step for step in self._due(steps)[self._validations :] if step > trainer.global_step]
-        if due:
-            trainer.val_check_batch = due[0] * trainer.accumulate_grad_batches
+        due = self._due(steps)[self._validations :]
+        if due:  # at the latest now: a new plan may have moved it to a step that is over
+            trainer.val_check_batch = max(due[0], trainer.global_step) * trainer.accumulate_grad_batches
 
 
 def _filling(module: Any) -> Filling:

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 from dspark_train.progress import Stage, say, stage
+from dspark_train.training.budget import TimeBudget
 
 SHOWN = {
     "train/loss": "loss {:.3f}",
@@ -48,6 +49,8 @@ class TrainingProgress(ProgressBar):
     ) -> None:
         """Advance; the values are those that were logged last, so nothing waits for the device."""
         if self._shown is not None and trainer.global_step != self._shown.done:
+            budgets = [one for one in trainer.callbacks if isinstance(one, TimeBudget)]  # type: ignore[attr-defined]
+            self._shown.remaining = budgets[0].remaining if budgets else None
             self._shown.update(trainer.global_step, self.describe(trainer), steps_of(trainer, pl_module))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

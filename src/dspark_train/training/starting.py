@@ -13,7 +13,7 @@ from dspark_train.errors import UserError
 from dspark_train.progress import stage
 from dspark_train.structures import TargetStates, TokenBatch
 
-SAMPLES = 60_000
+SAMPLES = 30_000
 """Positions of training answers behind a linear start."""
 
 
