@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from dspark_train.calibration.io import read_sts
-from dspark_train.cli.decode import costs_now
 from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.measure import Comparison, divergences, interleave
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
 from dspark_train.run import Run, environment
+from dspark_train.studies.profile import costs_now
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     different = 0
     for batch_size in options.batch_sizes:
-        costs = costs_now(opened, batch_size)
+        costs = costs_now(opened.target, opened.draft, batch_size)
         policies: dict[str, Policy] = {
             "fixed": FixedLength(),
             "threshold 0.5": Threshold(0.5),

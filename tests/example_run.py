@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import random
@@ -15,8 +16,17 @@ from safetensors.torch import save_file
 
 from dspark_train.calibration.fit import calibrate_traces
 from dspark_train.calibration.fit import write_report as write_calibration
+from dspark_train.decoding.acceptance import acceptance_by_position
+from dspark_train.files import write_result
 from dspark_train.structures import DecodingTrace
-from dspark_train.studies.rounds import acceptance_by_position, drift_study, threshold_sweep
+from dspark_train.studies.online_threshold import threshold_drift
+from dspark_train.studies.rounds import (
+    AcceptanceStudy,
+    ThresholdStudy,
+    drift_study,
+    threshold_sweep,
+)
+from dspark_train.studies.simulate import LoadPoint, LoadStudy
 
 GAMMA = 7
 
@@ -193,6 +203,7 @@ def write_run(path: Path) -> Path:
         {
             "policy": "scheduled",
             "batch_size": 1,
+            "split": "heldout",
             "modes": {"greedy": _mode(0.0, 0.0), "t1.0": _mode(-0.06, 1.0)},
             "examples": [
                 {
@@ -211,35 +222,46 @@ def write_run(path: Path) -> Path:
     )
     write_calibration(path / "calibration_report.json", [calibrate_traces(make_trace(0), make_trace(1))])
     trace = make_trace(1)
-    save("studies/threshold_sweep.json", {"groups": {s.group: s.to_json() for s in threshold_sweep(trace)}})
-    save("studies/acceptance.json", {"groups": {a.group: a.to_json() for a in acceptance_by_position(trace)}})
+    of = {"split": "heldout", "sampling_temperature": 0.0, "rounds": len(trace.request)}
+    groups = {part.group: part for part in acceptance_by_position(trace)}
+    write_result(path / "studies" / "acceptance.json", AcceptanceStudy(**of, groups=groups))
+    sweep = ThresholdStudy(**of, groups=threshold_sweep(trace))
+    write_result(path / "studies" / "threshold_sweep.json", sweep)
     drifting = drift_study(make_trace(0), trace)
     assert drifting is not None
-    save("studies/online.json", drifting.to_json())
+    write_result(path / "studies" / "online.json", dataclasses.replace(drifting, **of))
+    moving = threshold_drift(make_trace(0), trace, 0.8)
+    assert moving is not None
+    write_result(path / "studies" / "online_threshold.json", dataclasses.replace(moving, **of))
     loads = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    save(
-        "studies/simulate.json",
-        {
-            "policies": {
-                policy: [
-                    {
-                        "requests": r,
-                        "throughput": 21 * gain * r / (1 + waste * r / 40),
-                        "per_user": 21 * gain / (1 + waste * r / 40),
-                        "verified_per_request": budget / (1 + (r / 60 if policy == "scheduled" else 0)),
-                    }
-                    for r in loads
-                ]
-                for policy, gain, waste, budget in (
-                    ("plain", 1.0, 0.3, 0.0),
-                    ("one token", 1.3, 0.5, 1.0),
-                    ("fixed γ", 1.6, 1.3, 7.0),
-                    ("threshold", 1.58, 0.8, 3.1),
-                    ("scheduled", 1.62, 0.5, 5.4),
-                )
-            }
-        },
+    policies = {
+        policy: [
+            LoadPoint(
+                requests=r,
+                throughput=21 * gain * r / (1 + waste * r / 40),
+                throughput_error=0.1,
+                per_user=21 * gain / (1 + waste * r / 40),
+                tau=1.0 + gain,
+                verified_per_request=budget / (1 + (r / 60 if policy == "scheduled" else 0)),
+                acceptance_rate=0.5 if budget else None,
+                tokens_per_row=1.0,
+                seconds_per_round=0.05,
+                extrapolated=r > 128,
+            )
+            for r in loads
+        ]
+        for policy, gain, waste, budget in (
+            ("plain", 1.0, 0.3, 0.0),
+            ("one token", 1.3, 0.5, 1.0),
+            ("fixed γ", 1.6, 1.3, 7.0),
+            ("threshold", 1.58, 0.8, 3.1),
+            ("scheduled", 1.62, 0.5, 5.4),
+        )
+    }
+    load = LoadStudy(
+        **of, block_size=GAMMA, context=256, machine="a processor", measured_rows=128, policies=policies
     )
+    write_result(path / "studies" / "simulate.json", load)
     save("evaluation/suites.json", suites_summary())
     return path
 

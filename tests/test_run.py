@@ -9,7 +9,7 @@ import pytest
 from example_run import write_run
 
 from dspark_train.errors import UserError
-from dspark_train.run import Run, RunConfig, open_run, read_metrics, sampling_label
+from dspark_train.run import Run, RunConfig, Stages, open_run, read_metrics, sampling_label
 
 
 def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
@@ -22,7 +22,10 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     assert run.metrics["val/tau"][-1][0] == max(step for step, _ in run.metrics["val/tau"])
     written = {path.relative_to(run_folder) for path in run_folder.rglob("*.json")}
     named = [run.decode_path, run.calibration_report_path, *run.evaluation_paths.values()]
-    named += [run.study_path(name) for name in ("acceptance", "threshold_sweep", "online", "simulate")]
+    named += [
+        run.study_path(name)
+        for name in ("acceptance", "threshold_sweep", "online", "online_threshold", "simulate")
+    ]
     assert {path.relative_to(run_folder) for path in named} <= written
     assert set(run.evaluation_paths) == {"suites"}
 
@@ -66,8 +69,8 @@ def test_the_draft_is_missed_before_the_target_is_loaded(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("run.json", "{", "not valid JSON"),
-        ("run.json", "[1]", "must hold a JSON object, not list"),
+        ("run.json", "{", "not JSON"),
+        ("run.json", "[1]", "holds a list; expected a JSON object"),
         ("config.yaml", "a: [", "not valid YAML"),
         ("config.yaml", "- 1", "must hold a mapping, not list"),
     ],
@@ -109,6 +112,15 @@ def test_metrics_keep_the_later_of_two_rows_of_a_step(tmp_path: Path) -> None:
 )
 def test_every_way_of_sampling_has_its_own_name(sampling: tuple, label: str) -> None:
     assert sampling_label(*sampling) == label
+
+
+def test_stages_are_named_with_commas_or_as_a_list() -> None:
+    assert (
+        Stages.parse("calibrate, report") == Stages.parse(["calibrate", "report"]) == ("calibrate", "report")
+    )
+    assert Stages.parse([]) == ()
+    with pytest.raises(ValueError, match=r"'decod' must be stages \(calibrate, decode, report\) with commas"):
+        Stages.parse("decod")
 
 
 def test_an_unfinished_run_of_the_same_config_goes_on(tmp_path: Path) -> None:

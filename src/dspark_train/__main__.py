@@ -1,6 +1,6 @@
 """``python -m dspark_train``."""
 
-from dspark_train.cli.commands import main
+from dspark_train.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from dspark_train.errors import UserError
 
@@ -410,3 +410,53 @@ def _end_of_lines(file: IO[bytes]) -> int:
             return start + place + 1
         end = start
     return 0
+
+
+# -- results: dataclasses that are computed, stored, read back and drawn -------------------------------------
+
+RESULT_VERSION = 1
+"""Of the layout of result files; those without a version are older and laid out alike."""
+
+Result = TypeVar("Result")
+
+
+def write_result(path: Path, result: Any) -> None:
+    """Write a dataclass as JSON with a version; NaN becomes null."""
+    from pydantic import TypeAdapter
+
+    plain = json.loads(TypeAdapter(type(result)).dump_json(result))
+    write_json(path, {"version": RESULT_VERSION, **plain})
+
+
+def read_result(path: Path, kind: type[Result]) -> Result | None:
+    """Read what :func:`write_result` wrote; keys that the dataclass does not know are left out.
+
+    Args:
+        path: of the file.
+        kind: dataclass that it holds.
+
+    Returns:
+        The result; None where there is no file.
+
+    Raises:
+        UserError: the file is no JSON, or of another layout.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    version = content.get("version", 0)
+    if not isinstance(version, int) or version > RESULT_VERSION:
+        raise UserError(
+            f"{path} has layout {version}, this version reads up to {RESULT_VERSION}; "
+            "read it with the version that wrote it, or make it again"
+        )
+    try:
+        return TypeAdapter(kind).validate_python(content)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise UserError(
+            f"{path} is not laid out as this version writes it ({place}: {fault['msg']}); make it again"
+        ) from error

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
 from dspark_train.errors import UserError
+from dspark_train.files import read_json
+from dspark_train.lists import Listed
 
 if TYPE_CHECKING:
     from dspark_train.data.module import DSparkDataModule
@@ -25,6 +27,19 @@ if TYPE_CHECKING:
     from dspark_train.target.frozen import FrozenTarget
 
 Stage = Literal["calibrate", "decode", "report"]
+
+
+def _stage(word: str) -> str:
+    if word not in get_args(Stage):
+        raise ValueError(word)
+    return word
+
+
+class Stages(Listed[Stage]):
+    """Stages that follow training."""
+
+    kind = _stage
+    plural = f"stages ({', '.join(get_args(Stage))})"
 
 
 @dataclass
@@ -40,8 +55,8 @@ class RunConfig:
     machine's pace allows, never more than the recipe has, and the schedule follows."""
     save_every: int = 0
     """Optimiser steps between checkpoints; 0 saves at the end only."""
-    after: list[Stage] = field(default_factory=lambda: ["calibrate", "decode", "report"])
-    """Stages that run by themselves once training has ended and the draft is exported."""
+    after: Stages = Stages(("calibrate", "decode", "report"))
+    """Stages that run by themselves once training has ended and the draft is exported, with commas between."""
     options: dict[Stage, dict[str, Any]] = field(default_factory=dict)
     """Arguments of those stages, by stage, named as on their own command lines."""
 
@@ -135,6 +150,8 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Curve = list[tuple[float, float]]
 """(step, value), in order of steps."""
 
+CALIBRATION_REPORT = "calibration_report.json"
+"""Name of the file of what calibration found."""
 STS_FILE = "calibration.json"
 """Confidence scalings in the form that engines read, in a run and beside an exported draft."""
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
@@ -192,7 +209,7 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         """``run.json``: versions, machine, commit, data, wall times. Read anew each time."""
-        return _json(self.path / "run.json")
+        return read_json(self.path / "run.json")
 
     def update(self, **values: Any) -> None:
         """Merge ``values`` into ``run.json`` (dictionaries one level deep), atomically."""
@@ -208,6 +225,12 @@ class Run:
     def finished(self) -> bool:
         """Whether the run has ended."""
         return bool(self.facts.get("finished"))
+
+    @property
+    def fit_seconds(self) -> float | None:
+        """Wall time of training; None where the run does not say."""
+        seconds = self.facts.get("wall_seconds", {}).get("fit")
+        return float(seconds) if seconds else None
 
     @property
     def confidence_shift(self) -> float:
@@ -320,7 +343,7 @@ class Run:
     @cached_property
     def draft_config(self) -> dict[str, Any]:
         """``draft/config.json``."""
-        return _json(self.draft_path / "config.json")
+        return read_json(self.draft_path / "config.json")
 
     @cached_property
     def trained_parameters(self) -> int:
@@ -351,7 +374,7 @@ class Run:
     @property
     def calibration_report_path(self) -> Path:
         """File of what calibration found."""
-        return self.path / "calibration_report.json"
+        return self.path / CALIBRATION_REPORT
 
     def trace_path(self, split: str, label: str) -> Path:
         """File of recorded rounds.
@@ -402,18 +425,6 @@ class Run:
     def evaluation_paths(self) -> dict[str, Path]:
         """Files of what ``evaluate`` measured, by the evaluation's name."""
         return {file.stem: file for file in sorted((self.path / "evaluation").glob("*.json"))}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); remove it or make it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:

@@ -9,7 +9,6 @@ from dspark_train.calibration.io import Calibration
 from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.calibration.selection import split_by_domain, verified_slots
 from dspark_train.errors import UserError
-from dspark_train.report.calibration_plots import plot_reliability
 from dspark_train.structures import DecodingTrace
 
 OVERCONFIDENT = [2.0, 1.8, 2.2]
@@ -101,8 +100,3 @@ def test_traces_that_do_not_belong_together(trace):
         calibrate_traces(trace(5, [1.0], 1), trace(5, [1.0, 1.0], 2))
     with pytest.raises(UserError, match="no held-out rounds"):
         calibrate_traces(trace(5, [1.0], 1), trace(0, [1.0], 2))
-
-
-def test_plot_is_drawn(result, tmp_path):
-    plot_reliability(tmp_path / "reliability.png", result.sts, result.heldout, 1.0)
-    assert (tmp_path / "reliability.png").stat().st_size > 10_000

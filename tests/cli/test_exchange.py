@@ -15,11 +15,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dspark_train.calibration.fit import calibrate_traces, write_report
-from dspark_train.cli.commands import run as command_line
+from dspark_train.cli.main import run as command_line
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.evaluation.records import Record
 from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.files import write_result
 from dspark_train.interchange.temperature import fit_single, single_temperature
 from dspark_train.report.redaction import redact
 from dspark_train.run import Run
@@ -152,7 +153,7 @@ def test_suites_reach_the_card_by_position(run: Path) -> None:
     ]
     (run / "evaluation").mkdir()
     table = summarise(records, [{"key": "draft", "label": "this draft"}], {}, Bootstrap(resamples=50))
-    (run / "evaluation" / "suites.json").write_text(json.dumps(table))
+    write_result(run / "evaluation" / "suites.json", table)
     command_line(["export", str(run)])
     card = (run / "export" / "native" / "README.md").read_text()
     assert "## Benchmark suites" in card

@@ -15,7 +15,7 @@ from tiny_data import tiny_recipe
 from tiny_models import tiny_model
 from transformers import Qwen3ForCausalLM
 
-from dspark_train.cli.commands import main
+from dspark_train.cli.main import main
 from dspark_train.cli.planning import KNOWN_TARGETS, plan, target_model
 from dspark_train.cli.recipe import parse_recipe
 from dspark_train.data.module import DSparkDataModule
@@ -50,7 +50,7 @@ def built(arguments: list[str], target: FrozenTarget | None = None) -> int:
     if recipe.vocab_coverage or recipe.vocab_size:
         data.tokenizer = module.target.tokenizer
         data.setup()
-    module._trainer = SimpleNamespace(datamodule=data)  # type: ignore[assignment]
+    module._trainer = SimpleNamespace(datamodule=data, ckpt_path=None)  # type: ignore[assignment]
     module.configure_model()
     return sum(parameter.numel() for parameter in module.draft.parameters() if parameter.requires_grad)
 

@@ -7,8 +7,9 @@ from safetensors.torch import load_file, save_file
 
 from dspark_train.calibration.bias import shifted
 from dspark_train.calibration.io import Calibration, read_sts
-from dspark_train.cli.calibrate import calibrate
-from dspark_train.cli.studies import simulate, studies
+from dspark_train.cli.calibrate import CalibrateOptions, calibrate
+from dspark_train.cli.simulate import SimulateOptions, simulate
+from dspark_train.cli.studies import StudiesOptions, studies
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.errors import UserError
@@ -65,7 +66,7 @@ def read(path):
 
 
 def test_calibrate_writes_what_the_contract_names(run, capsys):
-    calibrate(run)
+    calibrate(CalibrateOptions(run))
     main, greedy, sampled = (
         Calibration.load(run / f"calibration{name}.json", GAMMA) for name in ("", "_greedy", "_t1.0")
     )
@@ -84,7 +85,7 @@ def test_calibrate_writes_what_the_contract_names(run, capsys):
 
 
 def test_calibrate_for_one_sampling_temperature(run):
-    calibrate(run, temperatures=(1.0,))
+    calibrate(CalibrateOptions(run, temperatures=(1.0,)))
     assert Calibration.load(run / "calibration.json") == Calibration.load(run / "calibration_t1.0.json")
     assert not (run / "calibration_greedy.json").exists()
 
@@ -105,7 +106,7 @@ def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
         shifted(DecodingTrace.load(path), 1.5).save(path)
     first = None
     for _ in range(2):
-        calibrate(run)
+        calibrate(CalibrateOptions(run))
         report = read(run / "calibration_report.json")
         shift = read(run / "run.json")["confidence_shift"]
         assert shift == report["confidence_shift"] == report["others"][0]["confidence_shift"]
@@ -118,19 +119,19 @@ def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
         first = first or report
     assert report["mean_ece_before"] == pytest.approx(first["mean_ece_before"], abs=1e-4)
     assert report["mean_ece_after"] == pytest.approx(first["mean_ece_after"], abs=5e-3)
-    calibrate(run, shift=False)
+    calibrate(CalibrateOptions(run, shift=False))
     assert float(load_file(weights)["confidence_head.proj.bias"]) == float(after["confidence_head.proj.bias"])
 
 
 def test_studies_write_tables_and_plots(run, capsys):
-    studies(run)
+    studies(StudiesOptions(run))
     assert read_sts(Run(run), "greedy", GAMMA) is None
     assert "run: not calibrated for greedy, so its confidences stay raw" in capsys.readouterr().out
     raw = read(run / "studies" / "threshold_sweep.json")
     assert raw["temperatures"] is None
     assert list(raw["groups"]) == ["all", "chat", "math"]
-    calibrate(run)
-    studies(run)
+    calibrate(CalibrateOptions(run))
+    studies(StudiesOptions(run))
     sweep = read(run / "studies" / "threshold_sweep.json")
     assert sweep["temperatures"] == read_sts(Run(run), "greedy", GAMMA) != None  # noqa: E711
     points = sweep["groups"]["all"]
@@ -141,13 +142,13 @@ def test_studies_write_tables_and_plots(run, capsys):
     reliability = read(run / "studies" / "reliability.json")
     assert reliability["mean_ece_after"] < reliability["mean_ece_before"]
     assert not (run / "studies" / "online_threshold.json").exists()
-    studies(run, wanted=0.8)
+    studies(StudiesOptions(run, wanted=0.8))
     moving = read(run / "studies" / "online_threshold.json")
     assert (moving["wanted"], moving["points"][-1]["rounds"]) == (0.8, 1200)
     drift = read(run / "studies" / "online.json")
     assert {drift["first"], drift["second"]} == {"chat", "math"}
     assert drift["points"][-1]["rounds"] == 1200
-    for name in ("threshold_sweep", "acceptance", "reliability_greedy", "online"):
+    for name in ("threshold_sweep", "acceptance", "reliability_greedy", "online", "online_threshold"):
         assert (run / "plots" / f"{name}.png").stat().st_size > 5000
     assert "Threshold sweep" in capsys.readouterr().out
 
@@ -155,7 +156,7 @@ def test_studies_write_tables_and_plots(run, capsys):
 def test_simulate_writes_a_table_and_a_plot(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # eight policies side by side
     cost_table(run)
-    simulate(run, requests=(1, 4, 32), policies=("online:0.8", "scheduled+online"))
+    simulate(SimulateOptions(run, requests=(1, 4, 32), policies=("online:0.8", "scheduled+online")))
     content = read(run / "studies" / "simulate.json")
     assert content["context"] == 64
     assert content["measured_rows"] == 128
@@ -171,19 +172,19 @@ def test_simulate_writes_a_table_and_a_plot(run, capsys, monkeypatch):
 
 def test_simulate_without_costs(run):
     with pytest.raises(UserError, match="dspark-train profile"):
-        simulate(run)
+        simulate(SimulateOptions(run))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda run: calibrate(run / "none"), "no such folder"),
-        (lambda run: calibrate(run, temperatures=()), "at least one"),
-        (lambda run: calibrate(run, temperatures=(1.0, 1.0)), "different"),
-        (lambda run: calibrate(run, temperatures=(-1.0,)), "≥ 0"),
-        (lambda run: calibrate(run, prompts=0), r"prompts \(0\)"),
-        (lambda run: studies(run, max_new_tokens=1), r"max_new_tokens\s+\(1\)"),
-        (lambda run: simulate(run, requests=(0, 1)), "at least 1"),
+        (lambda run: calibrate(CalibrateOptions(run / "none")), "no such folder"),
+        (lambda run: calibrate(CalibrateOptions(run, temperatures=())), "at least one"),
+        (lambda run: calibrate(CalibrateOptions(run, temperatures=(1.0, 1.0))), "different"),
+        (lambda run: calibrate(CalibrateOptions(run, temperatures=(-1.0,))), "≥ 0"),
+        (lambda run: calibrate(CalibrateOptions(run, prompts=0)), r"prompts \(0\)"),
+        (lambda run: studies(StudiesOptions(run, max_new_tokens=1)), r"max_new_tokens\s+\(1\)"),
+        (lambda run: simulate(SimulateOptions(run, requests=(0, 1))), "at least 1"),
     ],
 )
 def test_bad_options(run, call, message):
@@ -208,24 +209,24 @@ def test_recorded_rounds_are_reused_and_missing_ones_are_decoded(run, capsys):
 
 def test_rounds_and_scalings_of_one_sampling_are_never_taken_for_another(run, capsys):
     """Temperature 1 cut to the 20 best tokens is another way of sampling than temperature 1."""
-    calibrate(run)
+    calibrate(CalibrateOptions(run))
     cut = SamplingRule(1.0, top_k=20)
     recorded = trace(9, sampling=1.0)
     for split in ("calibration", "heldout"):
         recorded.save(run / "traces" / f"{split}_t1.0_k20.safetensors")
     capsys.readouterr()
-    studies(run, temperature=1.0, top_k=20)
+    studies(StudiesOptions(run, temperature=1.0, top_k=20))
     assert read(run / "studies" / "threshold_sweep.json")["temperatures"] is None
     assert "run: not calibrated for t1.0_k20" in capsys.readouterr().out
     before = read(run / "calibration_t1.0.json")
-    calibrate(run, temperatures=(1.0,), top_k=20)
+    calibrate(CalibrateOptions(run, temperatures=(1.0,), top_k=20))
     assert read(run / "calibration_t1.0.json") == before
     assert (
         read(run / "calibration_t1.0_k20.json")["dataset"]
         == "conversations.jsonl, calibration split, t1.0_k20"
     )
     assert read(run / "calibration_report.json")["sampling"] == "t1.0_k20"
-    studies(run, temperature=1.0, top_k=20)
+    studies(StudiesOptions(run, temperature=1.0, top_k=20))
     fitted = read(run / "studies" / "threshold_sweep.json")["temperatures"]
     assert (
         fitted

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import pytest
@@ -175,9 +174,3 @@ def test_missing_file_and_bad_json(tmp_path):
     (tmp_path / "bad.json").write_text("[")
     with pytest.raises(UserError, match="not valid JSON"):
         CostTable.load(tmp_path / "bad.json")
-
-
-def test_plot(tmp_path):
-    for costs in (table(), dataclasses.replace(table(), **PARTS)):
-        costs.plot(tmp_path / "cost.png")
-        assert (tmp_path / "cost.png").stat().st_size > 5000

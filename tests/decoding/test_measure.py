@@ -24,8 +24,8 @@ from dspark_train.decoding.measure import (
     examples,
     failures,
     interleave,
+    mode_result,
     pieces,
-    to_json,
 )
 from dspark_train.decoding.policies import OnlineThreshold
 from dspark_train.decoding.sampling import SamplingRule
@@ -63,18 +63,22 @@ def test_comparison_of_a_tiny_pair() -> None:
     target = tiny_target()
     draft = tiny_draft(target)
     found = compare(target, draft, PROMPTS, SamplingRule(), Settings(max_new_tokens=12, batch_size=2))
-    content = to_json(found)
-    assert content["identical"]["prompts"] == content["identical"]["of"] == 4
-    assert content["plain"]["tokens"] == content["speculative"]["tokens"]
-    assert content["tau"] == pytest.approx(found.trace.accepted_length)
-    assert set(content["domains"]) == {"math", "code"}
-    assert content["speedup"]["low"] <= content["speedup"]["value"] <= content["speedup"]["high"]
+    mode = mode_result(found)
+    assert mode.identical is not None
+    assert mode.identical.prompts == mode.identical.of == 4
+    assert mode.plain is not None
+    assert mode.speculative is not None
+    assert mode.plain.tokens == mode.speculative.tokens
+    assert mode.tau == pytest.approx(found.trace.accepted_length)
+    assert set(mode.domains) == {"math", "code"}
+    assert mode.speedup is not None
+    assert mode.speedup.low <= mode.speedup.value <= mode.speedup.high
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(chr(97 + i % 26) for i in ids))
     for example, tokens in zip(
         examples(found, tokenizer, 4), (t for r in found.plain for t in r.tokens), strict=True
     ):
-        assert len(example["origin"]) == len(example["tokens"]) == len(tokens)
-        assert example["origin"][0] == "target"
+        assert len(example.origin) == len(example.tokens) == len(tokens)
+        assert example.origin[0] == "target"
 
 
 def test_the_time_budget_keeps_one_group() -> None:

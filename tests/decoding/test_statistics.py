@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_train.decoding.statistics import Sampled, bootstrap_weights, ratio
+from dspark_train.decoding.statistics import Estimate, Sampled, bootstrap_weights, ratio
 
 
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(0, 5))
@@ -63,6 +63,6 @@ def test_mean_weighs_parts_alike_and_division_is_by_resample() -> None:
 def test_undefined_statistics_are_null_not_numbers() -> None:
     nothing = ratio([0, 0], [0, 0], bootstrap_weights(2, 50, 0))
     assert nothing.interval(0.95) is None
-    assert nothing.to_json(0.95) == {"value": None, "low": None, "high": None}
+    assert nothing.estimate(0.95) == Estimate(None, None, None)
     with pytest.raises(ValueError, match="at least one prompt"):
         bootstrap_weights(0, 10, 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_data import tiny_conversations, write_rows, write_target
 
-from dspark_train.cli.commands import main
+from dspark_train.cli.main import main
 
 pytestmark = pytest.mark.end_to_end
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_train.cli.commands import main
+from dspark_train.cli.main import main
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.real_model]
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from tiny_data import tiny_recipe
 
-from dspark_train.cli.commands import main
+from dspark_train.cli.main import main
 from dspark_train.draft.model import DSparkDraft
 
 pytestmark = pytest.mark.end_to_end

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dspark_train.cli.evaluate import ablate
+from dspark_train.cli.ablate import AblateOptions, ablate
 from dspark_train.errors import UserError
-from dspark_train.evaluation.ablate import collect, study_lines, train_cells, write_results
+from dspark_train.evaluation.ablate import AblationResult, study_lines, study_places, train_cells
 from dspark_train.evaluation.ablation import Ablation, Cell, fit_arguments, read_ablation
+from dspark_train.files import read_result
+from dspark_train.report.ablation_page import collect, write_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,6 +133,55 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: str, message
         read_ablation(tmp_path / "absent.yaml")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": [1]}, "config must be a path"),
+        ({"overrides": [1]}, "overrides must be a mapping"),
+        ({"base": "layers"}, "base must be a mapping"),
+        ({"axes": ["layers"]}, "axes must be a mapping"),
+        ({"axes": {"layers": {"setting": 1, "values": [1]}}}, "axes.layers must be"),
+        ({"axes": {"layers": {"setting": "draft.num_layers", "values": []}}}, "axes.layers must be"),
+        ({"studies": {"a": {"x": "layers", "line": "head"}}}, "studies.a must be"),
+        ({"studies": {"a": {"x": {"layers": 2}}}}, "studies.a must be"),
+        (
+            {"studies": {"a": {"x": {"layers": [2], "head": ["none"]}}}},
+            "must name one axis, not layers, head",
+        ),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_ablation(write_grid(tmp_path, **changes))
+
+
+def test_settings_reach_fit_as_they_are_written(tmp_path: Path) -> None:
+    """Nothing is read into them here: a class path stays one, text stays text, and names stay as written."""
+    callback = {
+        "class_path": "dspark_train.training.cache_builder.CacheFeatures",
+        "init_args": {"folder": "f"},
+    }
+    axes = {
+        "lr": {"setting": "optimizer.lr", "values": ["1e-3", 0.002, "true", None]},
+        "cache": {1: {"trainer.callbacks": [callback]}, "off": {"trainer.callbacks": []}},
+    }
+    grid = read_ablation(write_grid(tmp_path, axes=axes, base={}, studies={"lr": {"x": "lr"}}))
+    assert list(grid.axes["lr"]) == ["1e-3", "0.002", "true", "None"]
+    assert list(grid.axes["cache"]) == ["1", "off"]
+    assert grid.base == {"lr": "1e-3", "cache": "1"}
+    flags = fit_arguments(grid, grid.cell({}))
+    assert "--optimizer.lr=1e-3" in flags
+    assert f"--trainer.callbacks={json.dumps([callback])}" in flags
+
+
+def test_a_recipe_that_fit_would_refuse_stops_the_grid_before_it_begins(tmp_path: Path) -> None:
+    axes = {"layers": {"setting": "draft.num_layer", "values": [1, 2]}}
+    grid = write_grid(tmp_path, axes=axes, base={}, studies={"layers": {"x": "layers"}})
+    with pytest.raises(UserError, match=r"run base: unknown key 'draft\.num_layer'"):
+        ablate(AblateOptions(grid))
+    assert not (tmp_path / "ablation").exists()
+
+
 def test_failed_runs_are_named_and_the_rest_goes_on(grid: Ablation, command: list[str]) -> None:
     states: list[tuple[str, str]] = []
 
@@ -148,8 +199,9 @@ def test_failed_runs_are_named_and_the_rest_goes_on(grid: Ablation, command: lis
     assert train_cells(grid, note, command) == {}
     assert ("base", "finished before") in states
     assert (grid.folder / "base" / "runs").read_text() == "x"  # trained once
-    lines, axis = study_lines(grid, grid.studies[0], collect(grid))
-    assert axis.ticks == (1.0, 2.0, 3.0)
+    lines = study_lines(grid, grid.studies[0], collect(grid))
+    assert study_places(grid.studies[0]) == {"1": 1.0, "2": 2.0, "3": 3.0}
+    assert study_places(grid.studies[1]) == {"none": 0.0, "vanilla": 1.0}
     found = {line.label: [round(r.tau or 0, 2) for _, r in line.points] for line in lines}
     assert found == {"head none": [1.7, 1.9, 2.1], "head vanilla": [2.0, 2.2, 2.4]}
 
@@ -168,17 +220,20 @@ def test_table_plots_and_page_of_an_ablation(
     assert "| layers-3_head-none | 3 | none | 2.00 | 2.10 | – | 1.47× | 43.0 | 1.2 % | – |" in table
     content = json.loads((grid.folder / "ablation.json").read_text())
     assert len(content["results"]) == 6
+    stored = read_result(grid.folder / "ablation.json", AblationResult)
+    assert stored is not None
+    assert {result.name: result for result in stored.results} == collect(grid)
     for name in ("layers", "head"):
         assert (grid.folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = (grid.folder / "ablation.html").read_text()
     assert "Study: layers" in page
     assert "draft.num_layers" in page
-    ablate(tmp_path / "grid.yaml", dry_run=True)
+    ablate(AblateOptions(tmp_path / "grid.yaml", dry_run=True))
     printed = capsys.readouterr().out
     assert printed.count("fit --config configs/quickstart.yaml") == 6
     monkeypatch.setattr("dspark_train.evaluation.ablate.train_cells", lambda *_: {"layers-3": "error: no"})
     with pytest.raises(UserError, match=r"1 runs failed \(layers-3: error: no\)"):
-        ablate(tmp_path / "grid.yaml")
+        ablate(AblateOptions(tmp_path / "grid.yaml"))
 
 
 def test_shipped_grid_holds_settings_that_fit_accepts(

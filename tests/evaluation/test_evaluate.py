@@ -12,15 +12,16 @@ from tiny_data import tiny_conversations, write_rows, write_target
 from tiny_models import tiny_draft
 
 from dspark_train.calibration.io import Calibration
-from dspark_train.cli.evaluate import evaluate, report
+from dspark_train.cli.evaluate import evaluate
 from dspark_train.cli.parsing import run_command
+from dspark_train.cli.report import report
 from dspark_train.decoding.decoder import generate
 from dspark_train.errors import UserError
+from dspark_train.evaluation.options import EvaluateOptions
 from dspark_train.evaluation.records import Record
-from dspark_train.evaluation.session import EvaluateOptions, draft_folder, evaluate_run, retap
-from dspark_train.evaluation.summary import Bootstrap
-from dspark_train.report.run_folder import RunFolder
+from dspark_train.evaluation.session import draft_folder, evaluate_run, retap
 from dspark_train.report.tables import evaluation_markdown
+from dspark_train.run import Run
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 
@@ -60,7 +61,7 @@ def options(folders: dict[str, Path], **changes: object) -> EvaluateOptions:
         prompts=2,
         drafts=[f"parallel={folders['parallel']}"],
         max_new_tokens=14,
-        bootstrap=Bootstrap(resamples=100),
+        resamples=100,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
@@ -72,7 +73,7 @@ def without_seconds(records: Path) -> list[dict]:
 
 def test_an_evaluation_that_was_stopped_goes_on_to_the_same_records(folders: dict[str, Path]) -> None:
     whole = evaluate_run(options(folders, name="whole"))
-    methods = [method["key"] for method in whole["methods"]]
+    methods = [method["key"] for method in whole.methods]
     assert methods == ["plain", "draft:tiny", "draft:parallel", "head_off:tiny", "prompt_lookup"]
     seen: list[int] = []
 
@@ -86,28 +87,29 @@ def test_an_evaluation_that_was_stopped_goes_on_to_the_same_records(folders: dic
     assert seen == list(range(11, 41))  # 2 suites × 2 prompts × 2 temperatures × 5 methods
     folder = folders["run"] / "evaluation"
     assert without_seconds(folder / "parts.records.jsonl") == without_seconds(folder / "whole.records.jsonl")
-    for one, other in zip(table["results"], whole["results"], strict=True):
+    for one, other in zip(table.results, whole.results, strict=True):
         for key in methods:
-            assert one["macro"][key]["tau"] == other["macro"][key]["tau"]
-            assert one["macro"][key]["conditional"] == other["macro"][key]["conditional"]
+            assert one.macro[key].tau == other.macro[key].tau
+            assert one.macro[key].conditional == other.macro[key].conditional
 
 
 def test_the_table_says_what_decoding_gives(folders: dict[str, Path]) -> None:
     table = evaluate_run(options(folders, name="whole"))
-    greedy, sampled = table["results"]
-    assert (greedy["temperature"], sampled["temperature"]) == (0.0, 1.0)
+    greedy, sampled = table.results
+    assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
     for suite in ("gsm8k", "mt-bench"):
-        entry = greedy["suites"][suite]
-        assert entry["prompts"] == 2
-        for cell in entry["methods"].values():
-            assert cell["identical"] == 2  # greedy, fp32: every method gives the target's own tokens
-            assert cell["speedup"]["value"] > 0
-        assert entry["methods"]["draft:tiny"]["ece"] is not None
-        assert entry["methods"]["draft:parallel"]["ece"] is not None
-        assert entry["methods"]["head_off:tiny"]["ece"] is None
-        assert sampled["suites"][suite]["methods"]["draft:tiny"]["identical"] is None
-    assert set(greedy["domains"]) == {"math", "chat"}
-    assert [d["second"] for d in greedy["differences"]] == [
+        entry = greedy.suites[suite]
+        assert entry.prompts == 2
+        for cell in entry.methods.values():
+            assert cell.identical == 2  # greedy, fp32: every method gives the target's own tokens
+            assert cell.speedup is not None
+            assert (cell.speedup.value or 0) > 0
+        assert entry.methods["draft:tiny"].ece is not None
+        assert entry.methods["draft:parallel"].ece is not None
+        assert entry.methods["head_off:tiny"].ece is None
+        assert sampled.suites[suite].methods["draft:tiny"].identical is None
+    assert set(greedy.domains) == {"math", "chat"}
+    assert [d.second for d in greedy.differences] == [
         "draft:parallel",
         "head_off:tiny",
         "prompt_lookup",
@@ -124,9 +126,7 @@ def test_the_table_says_what_decoding_gives(folders: dict[str, Path]) -> None:
         result = generate(target, draft, [ids], max_new_tokens=14)
         committed += int(result.trace.committed.sum())
         rounds += result.trace.committed.numel()
-    assert greedy["suites"]["gsm8k"]["methods"]["draft:tiny"]["tau"]["value"] == pytest.approx(
-        committed / rounds
-    )
+    assert greedy.suites["gsm8k"].methods["draft:tiny"].tau.value == pytest.approx(committed / rounds)
 
 
 def test_what_the_context_cannot_hold_is_left_out_and_named(folders: dict[str, Path]) -> None:
@@ -138,8 +138,8 @@ def test_what_the_context_cannot_hold_is_left_out_and_named(folders: dict[str, P
     write_rows(suites / "long.jsonl", rows)
     chosen = {"suites": ["long"], "suites_dir": suites, "drafts": (), "temperatures": [0.0], "prompts": None}
     table = evaluate_run(options(folders, name="long", **chosen))
-    assert table["settings"]["too_long"] == {"long": [1]}
-    assert table["results"][0]["suites"]["long"]["prompts"] == 2
+    assert table.settings["too_long"] == {"long": [1]}
+    assert table.results[0].suites["long"].prompts == 2
     assert "long: 1 prompt was longer than the target's context" in evaluation_markdown(table)
     write_rows(suites / "endless.jsonl", [{"turns": [many]}])
     with pytest.raises(UserError, match="suite endless: no prompt fits"):
@@ -154,9 +154,9 @@ def test_other_settings_need_another_name_or_a_restart(folders: dict[str, Path])
     with pytest.raises(UserError, match="differs: max_new_tokens"):
         evaluate_run(dataclasses.replace(small, max_new_tokens=6))
     table = evaluate_run(dataclasses.replace(small, max_new_tokens=6, restart=True))
-    assert table["settings"]["max_new_tokens"] == 6
+    assert table.settings["max_new_tokens"] == 6
     more = evaluate_run(dataclasses.replace(small, max_new_tokens=6, suites=["gsm8k", "mt-bench"]))
-    assert set(more["results"][0]["suites"]) == {"gsm8k", "mt-bench"}
+    assert set(more.results[0].suites) == {"gsm8k", "mt-bench"}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_other_settings_need_another_name_or_a_restart(folders: dict[str, Path])
         ({"baselines": ["plane"]}, "'plane' is none of"),
         ({"suites": []}, "name at least one"),
         ({"temperatures": [-1.0]}, "must be at least one number"),
-        ({"bootstrap": Bootstrap(confidence=95)}, "between 0 and 1"),
+        ({"confidence": 95}, "between 0 and 1"),
         ({"max_new_tokens": 1}, "at least 2"),
         ({"name": "a/b"}, "plain file name"),
         ({"suites": ["gsm9k"]}, "unknown suite"),
@@ -205,15 +205,15 @@ def test_command_writes_table_and_the_report_shows_it(
     assert "Benchmark suites" in html
     assert "tiny, head off" in html
     with pytest.raises(UserError, match="numbers with commas"):
-        evaluate(folders["run"], "gsm8k", temperatures="0;1")
+        run_command(evaluate, [str(folders["run"]), "gsm8k", "--temperatures=0;1"], "evaluate")
     with pytest.raises(UserError, match=r"must end in \.html"):
-        report(folders["run"], output=Path("report.pdf"))
+        run_command(report, [str(folders["run"]), "--output=report.pdf"], "report")
 
 
 def test_trained_parameters_leave_out_what_the_target_owns(folders: dict[str, Path]) -> None:
     target = FrozenTarget.load(TargetConfig(str(folders["target"]), [0, 1, 2], "float32"))
     count = sum(parameter.numel() for parameter in tiny_draft(target).parameters())
-    assert RunFolder.load(folders["run"]).trained_parameters == count
+    assert Run.existing(folders["run"]).trained_parameters == count
 
 
 def test_tapping_elsewhere_shares_the_model(folders: dict[str, Path]) -> None:

@@ -12,7 +12,8 @@ import torch
 from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.errors import UserError
 from dspark_train.evaluation.records import Record, RecordFile, count_trace
-from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.evaluation.summary import Bootstrap, EvaluationResult, summarise
+from dspark_train.files import read_result, write_result
 from dspark_train.report.page import render
 from dspark_train.report.suite_section import suites_section
 from dspark_train.report.tables import evaluation_markdown
@@ -90,9 +91,7 @@ def test_calibration_error_of_records_is_that_of_the_joined_trace() -> None:
         parts.append(dataclasses.replace(record("draft", start), **counts))
     table = summarise(parts, METHODS[1:2], {}, BOOT)
     expected = measure_reliability(whole, [1.5, 1.2, 1.1]).mean_ece
-    assert table["results"][0]["suites"]["gsm8k"]["methods"]["draft"]["ece"] == pytest.approx(
-        expected, abs=1e-9
-    )
+    assert table.results[0].suites["gsm8k"].methods["draft"].ece == pytest.approx(expected, abs=1e-9)
 
 
 def test_numbers_of_the_table_by_hand() -> None:
@@ -102,31 +101,42 @@ def test_numbers_of_the_table_by_hand() -> None:
     records += [
         record(m, i, suite="mt-bench", committed=30) for m in ("plain", "draft", "b") for i in range(2)
     ]
-    result = summarise(records, METHODS, {}, BOOT)["results"][0]
-    gsm8k = result["suites"]["gsm8k"]
-    assert gsm8k["prompts"] == 4
-    assert gsm8k["methods"]["draft"]["tau"]["value"] == pytest.approx(2.15)
-    assert gsm8k["methods"]["draft"]["speedup"]["value"] == pytest.approx(2.0)
-    assert gsm8k["methods"]["draft"]["conditional"] == [0.5, 0.8]
-    assert gsm8k["methods"]["draft"]["identical"] == 4
-    assert gsm8k["methods"]["plain"]["tau"]["value"] == 1.0
-    macro = result["macro"]["draft"]
-    assert macro["tau"]["value"] == pytest.approx((2.15 + 3.0) / 2)
-    assert macro["speedup"]["value"] == pytest.approx((2.0 + 1.0) / 2)
-    assert result["domains"]["chat"]["methods"]["draft"]["tau"]["value"] == pytest.approx(3.0)
-    difference = result["differences"][0]
-    assert (difference["first"], difference["second"]) == ("draft", "b")
+    result = summarise(records, METHODS, {}, BOOT).results[0]
+    gsm8k = result.suites["gsm8k"]
+    assert gsm8k.prompts == 4
+    assert gsm8k.methods["draft"].tau.value == pytest.approx(2.15)
+    assert gsm8k.methods["draft"].speedup is not None
+    assert gsm8k.methods["draft"].speedup.value == pytest.approx(2.0)
+    assert gsm8k.methods["draft"].conditional == [0.5, 0.8]
+    assert gsm8k.methods["draft"].identical == 4
+    assert gsm8k.methods["plain"].tau.value == 1.0
+    macro = result.macro["draft"]
+    assert macro.tau.value == pytest.approx((2.15 + 3.0) / 2)
+    assert macro.speedup is not None
+    assert macro.speedup.value == pytest.approx((2.0 + 1.0) / 2)
+    assert result.domains["chat"].methods["draft"].tau.value == pytest.approx(3.0)
+    difference = result.differences[0]
+    assert (difference.first, difference.second) == ("draft", "b")
     # 0.1 tokens on every prompt of one suite and none on the other: no spread at all, as the pairs agree
-    assert difference["macro"]["value"] == pytest.approx(0.05)
-    assert difference["macro"]["low"] == pytest.approx(0.05)
-    assert difference["suites"]["gsm8k"]["high"] == pytest.approx(0.1)
+    assert difference.macro.value == pytest.approx(0.05)
+    assert difference.macro.low == pytest.approx(0.05)
+    assert difference.suites["gsm8k"].high == pytest.approx(0.1)
+
+
+def test_a_stored_evaluation_is_the_computed_one(tmp_path: Path) -> None:
+    records = [
+        record(m, i, suite=s) for s in ("gsm8k", "aime") for m in ("plain", "draft", "b") for i in (0, 1)
+    ]
+    result = summarise(records, METHODS, {"seed": 0, "too_long": {"gsm8k": [3]}}, BOOT)
+    write_result(tmp_path / "suites.json", result)
+    assert read_result(tmp_path / "suites.json", EvaluationResult) == result
 
 
 def test_prompts_that_a_method_has_not_decoded_are_left_out() -> None:
     records = [record("plain", 0), record("draft", 0), record("b", 0), record("plain", 1), record("draft", 1)]
-    result = summarise(records, METHODS, {}, BOOT)["results"][0]
-    assert result["suites"]["gsm8k"]["prompts"] == 1
-    assert summarise(records[3:], METHODS, {}, BOOT)["results"] == []
+    result = summarise(records, METHODS, {}, BOOT).results[0]
+    assert result.suites["gsm8k"].prompts == 1
+    assert summarise(records[3:], METHODS, {}, BOOT).results == []
 
 
 def test_table_becomes_a_section_of_the_report() -> None:
@@ -134,7 +144,7 @@ def test_table_becomes_a_section_of_the_report() -> None:
     section = suites_section("suites", summarise(records, METHODS, {}, BOOT))
     assert section is not None
     assert section.tables[0].rows[0][:2] == ["gsm8k", "math"]
-    assert suites_section("suites", {"results": []}) is None
+    assert suites_section("suites", EvaluationResult({}, [], [])) is None
     positions = section.figures[-1].table
     assert positions is not None
     assert positions.rows == [
@@ -165,8 +175,7 @@ def test_domains_positions_and_calibration_are_shown_by_suite() -> None:
     positions = section.figures[-1].table
     assert positions is not None
     assert [row[:2] for row in positions.rows[:4]] == [["draft", name] for name in (*suites, "macro average")]
-    kinds = [{**method, "kind": method["key"]} for method in METHODS]
-    text = evaluation_markdown(table | {"methods": kinds})
+    text = evaluation_markdown(table)
     assert "| mt-bench | draft | 50.0\u202f% | 80.0\u202f% | 12.5\u202f% |" in text
     assert "| mt-bench | other | 50.0\u202f% | 80.0\u202f% | – |" in text
 

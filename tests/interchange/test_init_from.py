@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tiny_data import tiny_recipe
 
-from dspark_train.cli.commands import main
+from dspark_train.cli.main import main
 
 pytestmark = pytest.mark.end_to_end
 

@@ -75,23 +75,23 @@ def test_prepare_runs_its_stages_and_says_what_is_missing(
     chatml.save_pretrained(tmp_path / "target")
     source, target = Source(str(conversations_file)), str(tmp_path / "target")
     with pytest.raises(UserError, match="output is not set"):
-        commands.prepare(sources=[source])
+        commands.prepare(commands.PrepareOptions(sources=[source]))
     with pytest.raises(UserError, match="run the stage 'collect' first"):
-        commands.prepare(tmp_path / "a", [source], target, stages=["tokenize"])
+        commands.prepare(commands.PrepareOptions(tmp_path / "a", [source], target, stages=["tokenize"]))
     with pytest.raises(UserError, match="target is not set"):
-        commands.prepare(tmp_path / "a", [source])
+        commands.prepare(commands.PrepareOptions(tmp_path / "a", [source]))
     with pytest.raises(UserError, match="names no sources"):
-        commands.prepare(tmp_path / "a", [], target)
+        commands.prepare(commands.PrepareOptions(tmp_path / "a", [], target))
     with pytest.raises(UserError, match="no tokenizer can be loaded"):
-        commands.prepare(tmp_path / "a", [source], str(tmp_path / "nowhere"))
+        commands.prepare(commands.PrepareOptions(tmp_path / "a", [source], str(tmp_path / "nowhere")))
     for stage in ("collect", "tokenize"):  # one by one
-        commands.prepare(tmp_path / "b", [source], target, stages=[stage])
+        commands.prepare(commands.PrepareOptions(tmp_path / "b", [source], target, stages=[stage]))
     assert "300/300" in capsys.readouterr().out
     assert PreparedSet(tmp_path / "b" / "tokenized").manifest.conversations == 300
     for _ in range(2):  # the second run finds everything done
-        commands.prepare(tmp_path / "a", [source], target)
+        commands.prepare(commands.PrepareOptions(tmp_path / "a", [source], target))
         assert "240" in capsys.readouterr().out  # training examples
-    commands.show(tmp_path / "a" / "tokenized", target, count=1)
+    commands.show(commands.ShowOptions(tmp_path / "a" / "tokenized", target, count=1))
     assert "eligible anchors" in capsys.readouterr().out
 
 
@@ -105,12 +105,14 @@ def test_prepare_lets_a_target_answer_in_this_process(
     path = write_rows(tmp_path / "prompts.jsonl", rows)
     options = Regenerate(temperature=0.0, max_tokens=6, concurrency=5)
     commands.prepare(
-        tmp_path / "out",
-        [Source(str(path))],
-        target,
-        stages=["collect", "regenerate", "tokenize"],
-        shares=SplitShares(0.0, 0.0),
-        regeneration=options,
+        commands.PrepareOptions(
+            tmp_path / "out",
+            [Source(str(path))],
+            target,
+            stages=["collect", "regenerate", "tokenize"],
+            shares=SplitShares(0.0, 0.0),
+            regeneration=options,
+        )
     )
     assert "12/12" in capsys.readouterr().out
     answered = [

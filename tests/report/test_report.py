@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import dataclasses
 import json
 import re
 import shutil
@@ -13,18 +14,19 @@ import pytest
 import yaml
 
 from dspark_train.errors import UserError
-from dspark_train.report import readers, text
-from dspark_train.report.comparison import comparison_page, flatten, labels, write_comparison
+from dspark_train.report import pictures, text
+from dspark_train.report.comparison_page import comparison_page, flatten, labels, write_comparison
+from dspark_train.report.learning_figures import smooth, thin
 from dspark_train.report.page import render
-from dspark_train.report.report import run_page, write_report
-from dspark_train.report.run_folder import RunFolder, read_metrics
-from dspark_train.report.sections import smooth, thin
+from dspark_train.report.run_page import run_page, write_report
+from dspark_train.run import Run
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 FILES = {
     "learning": "metrics.csv",
     "speed": "decode.json",
     "drift": "studies/online.json",
+    "threshold-drift": "studies/online_threshold.json",
     "suites": "evaluation/suites.json",
     "reliability": "calibration_report.json",
     "threshold": "studies/threshold_sweep.json",
@@ -91,13 +93,15 @@ def test_page_is_well_formed_and_self_contained(run_folder: Path, tmp_path: Path
 
 
 def test_report_lands_in_the_run_folder(copy: Path) -> None:
+    for folder in ("studies", "evaluation"):
+        shutil.rmtree(copy / folder)
     assert write_report(copy) == copy / "report.html"
     assert not list(copy.glob("*.part"))
 
 
 def test_summary_shows_the_numbers_of_the_files(run_folder: Path) -> None:
     decode = json.loads((run_folder / "decode.json").read_text())
-    page = run_page(RunFolder.load(run_folder))
+    page = run_page(Run.existing(run_folder))
     values = {fact.label: fact.value for fact in page.facts}
     assert values["Accepted length τ, greedy"] == f"{decode['modes']['greedy']['tau']:.2f}"
     assert values["Speedup, greedy"] == f"{decode['modes']['greedy']['speedup']['value']:.2f}×"
@@ -108,7 +112,7 @@ def test_summary_shows_the_numbers_of_the_files(run_folder: Path) -> None:
 
 
 def test_keys_in_a_configuration_never_reach_a_page(copy: Path, tmp_path: Path) -> None:
-    before = run_page(RunFolder.load(copy)).sections[-1].listing
+    before = run_page(Run.existing(copy)).sections[-1].listing
     assert before == (copy / "config.yaml").read_text()  # comments and order are kept where nothing is hidden
     other = Path(shutil.copytree(copy, tmp_path / "other"))
     secrets = {
@@ -136,33 +140,39 @@ def test_output_that_differs_is_said_plainly(copy: Path) -> None:
     ):
         decode["modes"]["greedy"]["identical"] = {"prompts": 38, "failures": failures}
         (copy / "decode.json").write_text(json.dumps(decode))
-        page = run_page(RunFolder.load(copy))
+        page = run_page(Run.existing(copy))
         assert next(fact for fact in page.facts if fact.label == "Identical output").good is good
         assert text_part in page.summary
 
 
 @pytest.mark.parametrize(("key", "file"), FILES.items())
 def test_a_missing_file_leaves_its_section_out(copy: Path, key: str, file: str) -> None:
-    assert key in {section.key for section in run_page(RunFolder.load(copy)).sections}
+    assert key in {section.key for section in run_page(Run.existing(copy)).sections}
     (copy / file).unlink()
-    page = run_page(RunFolder.load(copy))
+    page = run_page(Run.existing(copy))
     assert key not in {section.key for section in page.sections}
-    assert f'href="#{key}"' not in render(page)
+    undrawn = [dataclasses.replace(section, figures=()) for section in page.sections]
+    assert f'href="#{key}"' not in render(dataclasses.replace(page, sections=undrawn))
 
 
 def test_acceptance_needs_one_of_two_files(copy: Path) -> None:
     (copy / "studies" / "acceptance.json").unlink()
-    acceptance = {section.key: section for section in run_page(RunFolder.load(copy)).sections}["acceptance"]
+    acceptance = {section.key: section for section in run_page(Run.existing(copy)).sections}["acceptance"]
     assert acceptance.source == "decode.json"
     (copy / "decode.json").unlink()
-    assert "acceptance" not in {section.key for section in run_page(RunFolder.load(copy)).sections}
+    assert "acceptance" not in {section.key for section in run_page(Run.existing(copy)).sections}
+
+
+def test_a_run_that_does_not_say_how_long_it_trained(copy: Path) -> None:
+    (copy / "run.json").unlink()
+    assert Run.existing(copy).fit_seconds is None
 
 
 def test_no_section_is_empty_even_with_one_file(copy: Path) -> None:
     for entry in copy.iterdir():
         if entry.name != "metrics.csv":
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    page = run_page(RunFolder.load(copy))
+    page = run_page(Run.existing(copy))
     assert [section.key for section in page.sections] == ["learning"]
     assert page.summary == ""
     outline(render(page))
@@ -185,22 +195,6 @@ def test_a_foreign_layout_is_named(copy: Path, file: str) -> None:
         write_report(copy)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        RunFolder.load(tmp_path / "absent")
-    with pytest.raises(UserError, match="holds nothing of a run"):
-        RunFolder.load(tmp_path)
-
-
-def test_metrics_keep_the_later_of_two_rows_of_a_step(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    path.write_text("step,train/loss,val/tau\n1,3.0,\n2,2.0,\n2,,1.5\n2,1.9,\n3,nan,\n")
-    assert read_metrics(path) == {"train/loss": [(1.0, 3.0), (2.0, 1.9)], "val/tau": [(2.0, 1.5)]}
-    path.write_text("epoch,loss\n1,2\n")
-    with pytest.raises(UserError, match="no column 'step'"):
-        read_metrics(path)
-
-
 def test_thinning_keeps_the_mean_and_smoothing_a_constant() -> None:
     curve = [(float(i), float(i % 7)) for i in range(1000)]
     thinned = thin(curve, 100)
@@ -216,7 +210,7 @@ def test_comparison_shows_both_runs_and_only_what_differs(
     (copy / "config.yaml").write_text(config)
     html = write_comparison([run_folder, copy], tmp_path / "comparison.html").read_text()
     outline(html)
-    runs = [RunFolder.load(run_folder), RunFolder.load(copy)]
+    runs = [Run.existing(run_folder), Run.existing(copy)]
     settings = next(s for s in comparison_page(runs).sections if s.key == "settings")
     assert settings.tables[0].rows == [["draft.num_layers", "2", "5"]]
     with pytest.raises(UserError, match="twice"):
@@ -253,6 +247,11 @@ def test_colours_have_the_contrast_that_wcag_asks_for() -> None:
         for block in re.findall(r":root \{(.*?)\}", style, re.S)
     ]
     assert len(schemes) == 2
+    light = [schemes[0][f"c{i}"] for i in range(6)]
+    assert light == list(pictures.PALETTE)
+    named = [schemes[0][name] for name in ("page", "ink", "soft", "hair")]
+    assert named == [pictures.PAGE, pictures.INK, pictures.SOFT, pictures.HAIR]
+    assert (schemes[0]["ramp-from"], schemes[0]["ramp-to"]) == pictures.RAMP
     for scheme in schemes:
         for ink in ("ink", "soft", "link", "yes", "no"):
             assert _contrast(scheme[ink], scheme["page"]) >= 4.5, ink
@@ -279,4 +278,3 @@ def test_numbers_as_text() -> None:
     assert text.quantity(14_213_633) == "14.2 million"
     assert text.share(0.0123) == "1.2\u202f%"
     assert text.signed(-0.5) == "−0.50"
-    assert readers.fit_seconds({}) is None

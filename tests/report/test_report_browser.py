@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dspark_train.report.comparison import write_comparison
-from dspark_train.report.report import write_report
+from dspark_train.report.comparison_page import write_comparison
+from dspark_train.report.run_page import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

@@ -1,12 +1,11 @@
-import dataclasses
-
 import pytest
 import torch
 
 from dspark_train.decoding.policies import threshold_lengths
 from dspark_train.errors import UserError
+from dspark_train.files import read_result, write_result
 from dspark_train.structures import DecodingTrace
-from dspark_train.studies.online_threshold import threshold_drift
+from dspark_train.studies.online_threshold import ThresholdDriftStudy, threshold_drift
 
 CODE = {"temperatures": [2.0] * 5, "centre": 1.5, "domain": "code"}
 CHAT = {"temperatures": [0.8] * 5, "centre": 0.3, "domain": "chat"}
@@ -35,7 +34,7 @@ def test_the_online_threshold_keeps_the_share_that_the_frozen_one_loses(traffic)
     assert found.points[-1].threshold != pytest.approx(found.start, abs=0.02)
 
 
-def test_the_frozen_side_is_the_plain_count(traffic):
+def test_the_frozen_side_is_the_plain_count(traffic, tmp_path):
     fit, heldout = traffic
     found = threshold_drift(fit, heldout, 0.8, stretch=10_000)
     code = torch.tensor([domain == "code" for domain in heldout.domains])[heldout.request]
@@ -43,7 +42,8 @@ def test_the_frozen_side_is_the_plain_count(traffic):
     assert found.points[0].frozen_verified == pytest.approx(float(lengths.double().mean()), abs=1e-4)
     kept = lengths.minimum(heldout.accepted[code]).sum() / lengths.sum()
     assert found.points[0].frozen == pytest.approx(float(kept), abs=1e-4)
-    assert found.to_json()["points"][0] == dataclasses.asdict(found.points[0])
+    write_result(tmp_path / "moving.json", found)
+    assert read_result(tmp_path / "moving.json", ThresholdDriftStudy) == found
 
 
 def test_one_domain_has_no_drift_and_a_share_is_a_share(trace):

@@ -10,12 +10,13 @@ from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import generate
 from dspark_train.decoding.policies import FixedLength, Scheduled, Threshold, parse_policy
 from dspark_train.errors import UserError
+from dspark_train.files import read_result, write_result
 from dspark_train.structures import DecodingTrace
 from dspark_train.studies.simulate import (
+    LoadStudy,
     NamedPolicy,
     Replay,
     play,
-    points_to_json,
     simulate,
     simulate_point,
     simulate_queue,
@@ -131,7 +132,7 @@ def test_more_requests_give_more_throughput_and_less_speed_each():
     policies = standard_policies(costs, GAMMA, 0.5)
     points = simulate(record(), costs, policies, (1, 4, 16, 64))
     for named in policies:
-        mine = [point for point in points if point.policy == named.name]
+        mine = points[named.name]
         for fewer, more in itertools.pairwise(mine):
             slack = 4 * (fewer.throughput_error + more.throughput_error)
             assert more.throughput > fewer.throughput - slack
@@ -194,9 +195,11 @@ def test_rows_beyond_the_table_are_marked():
     assert simulate_point(record(), small, NamedPolicy("fixed", FixedLength()), 2).extrapolated
 
 
-def test_json_has_one_entry_per_policy():
+def test_a_stored_study_is_the_computed_one_with_a_list_per_policy(tmp_path):
     points = simulate(record(), linear(), standard_policies(linear(), GAMMA, 0.5), (1, 2), steps=5)
-    content = points_to_json(points)
+    study = LoadStudy(policies=points)
+    write_result(tmp_path / "simulate.json", study)
+    content = json.loads((tmp_path / "simulate.json").read_text())["policies"]
     assert list(content) == [
         "plain",
         "one draft token",
@@ -207,7 +210,7 @@ def test_json_has_one_entry_per_policy():
     ]
     assert all([point["requests"] for point in content[name]] == [1, 2] for name in content)
     assert content["plain"][0]["acceptance_rate"] is None
-    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert read_result(tmp_path / "simulate.json", LoadStudy) == study
 
 
 def test_bad_requests_and_traces():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,10 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from dspark_train import machine
-from dspark_train.cli.parsing import STRICT, explain
+from dspark_train.cli.calibrate import calibrate
+from dspark_train.cli.decode import decode
+from dspark_train.cli.parsing import STRICT, explain, stage_options
+from dspark_train.cli.report import report
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
@@ -57,6 +60,8 @@ SECTIONS = {
     "objective": ObjectiveConfig,
     "optimizer": OptimizerConfig,
 }
+STAGES: dict[Stage, Callable[[Any], None]] = {"calibrate": calibrate, "decode": decode, "report": report}
+"""Commands that can follow training, each with its dataclass of options."""
 
 
 class DSparkCLI(LightningCLI):
@@ -315,15 +320,8 @@ def release(trainer: Trainer, module: DSparkModule) -> None:
 
 def check_options(options: dict[Stage, dict[str, Any]]) -> None:
     """Refuse options that a stage does not have, before anything is loaded."""
-    from dspark_train.cli.commands import COMMANDS, nearest, resolve
-
-    for command, given in options.items():
-        known = [name for name in inspect.signature(resolve(COMMANDS[command])).parameters if name != "run"]
-        for name in given:
-            if name not in known:
-                raise UserError(
-                    f"run.options.{command} has no option {name!r}{nearest(name, known)}; `{command} --help` lists them"
-                )
+    for name, given in options.items():
+        stage_options(STAGES[name], name, "run", given)
 
 
 def tell(folder: Path) -> None:
@@ -343,12 +341,10 @@ def tell(folder: Path) -> None:
 
 def run_stages(folder: Path, stages: list[Stage], options: dict[Stage, dict[str, Any]]) -> None:
     """Run the stages after training, in order, each timed into ``run.json``."""
-    from dspark_train.cli.commands import COMMANDS, resolve
-
-    for command in stages:
+    for name in stages:
         begun = time.monotonic()
-        resolve(COMMANDS[command])(folder, **options.get(command, {}))
-        Run(folder).update(wall_seconds={command: round(time.monotonic() - begun, 1)})
+        STAGES[name](stage_options(STAGES[name], name, str(folder), options.get(name, {})))
+        Run(folder).update(wall_seconds={name: round(time.monotonic() - begun, 1)})
 
 
 def run_cli(cli: type[DSparkCLI], arguments: ArgsType) -> DSparkCLI:
@@ -373,7 +369,11 @@ def run_cli(cli: type[DSparkCLI], arguments: ArgsType) -> DSparkCLI:
             "logger": False,
         },
         auto_configure_optimizers=False,
-        parser_kwargs={**STRICT, **{name: dict(STRICT) for name in cli.subcommands()}},
+        parser_kwargs={
+            **STRICT,
+            "prog": "dspark-train",
+            **{name: dict(STRICT) for name in cli.subcommands()},
+        },
         args=None if arguments == sys.argv[1:] else arguments,
     )
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
+import difflib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 import jsonargparse
+from jsonargparse.typing import register_type
 
-from dspark_train.cli.commands import nearest
 from dspark_train.errors import UserError
+from dspark_train.lists import Integers, Names, Numbers
+from dspark_train.run import Stages
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help of dataclasses' fields
+for _listed in (Numbers, Integers, Names, Stages):
+    register_type(_listed, list, _listed.parse)
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help of dataclasses' fields
 
 STRICT: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
 """Arguments of every parser: errors come as exceptions, and a flag is only what its whole name says."""
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """A hint that names the closest of ``words``, or an empty string."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def valid_keys(parser: jsonargparse.ArgumentParser) -> list[str]:
@@ -40,49 +52,77 @@ def explain(error: argparse.ArgumentError, parser: jsonargparse.ArgumentParser) 
     if missing:
         names = re.sub(r"\b(fit|validate)\.", "", missing.group(1))
         return UserError(f"missing: {names}; give it in a --config file or as a flag")
-    return UserError(text.replace('Parser key "', 'key "'))
+    return UserError(re.sub(r"Not of type \w+: ", "", text.replace('Parser key "', 'key "')))
 
 
-def join_configs(arguments: Sequence[str]) -> list[str]:
-    """Turn repeated ``--config FILE`` into one list, in their order, for a function that takes several."""
-    found: list[str] = []
-    rest: list[str] = []
-    waiting = iter(arguments)
-    for argument in waiting:
-        if argument == "--config":
-            found += [value for value in [next(waiting, None)] if value is not None]
-        elif argument.startswith("--config="):
-            found.append(argument.removeprefix("--config="))
-        else:
-            rest.append(argument)
-    return [*rest, f"--config={json.dumps(found)}"] if found else rest
+def options_of(function: Callable[..., None]) -> type:
+    """The dataclass of options that a command's function takes."""
+    return next(iter(get_type_hints(function).values()))
 
 
-def run_command(function: Callable[..., Any], arguments: Sequence[str], name: str) -> Any:
-    """Call a typed function with arguments from the command line.
+def command_parser(function: Callable[..., None], name: str) -> jsonargparse.ArgumentParser:
+    """Parser of a command: its options are the fields of the dataclass, those without a default positional.
 
     Args:
-        function: whose signature and docstring make the options and their help.
+        function: takes that dataclass.
+        name: of the command, for its help.
+    """
+    parser = jsonargparse.ArgumentParser(
+        prog=f"dspark-train {name}", description=(function.__doc__ or "").strip().split("\n")[0], **STRICT
+    )
+    parser.add_argument("--config", action="config", help="YAML file with options; flags win over it")
+    parser.add_class_arguments(options_of(function), as_group=False, as_positional=True)
+    return parser
+
+
+def run_command(function: Callable[..., None], arguments: Sequence[str], name: str) -> None:
+    """Call a command's function with options from the command line.
+
+    Args:
+        function: takes a dataclass, whose fields and their docstrings make the options and their help.
         arguments: command line after the command's name.
         name: of the command, for its help.
 
     Raises:
         UserError: the arguments do not fit.
     """
-    parser = jsonargparse.ArgumentParser(
-        prog=f"dspark-train {name}", description=(function.__doc__ or "").strip().split("\n")[0], **STRICT
-    )
-    own_config = "config" in inspect.signature(function).parameters
-    if own_config and str(inspect.signature(function).parameters["config"].annotation).startswith("list"):
-        arguments = join_configs(arguments)
-    if not own_config:
-        parser.add_argument("--config", action="config", help="YAML file with options; flags win over it")
-    parser.add_function_arguments(function, as_group=False, as_positional=not own_config)
+    parser = command_parser(function, name)
     try:
         parsed = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
         raise explain(error, parser) from error
-    values = parser.instantiate_classes(parsed).as_dict()
-    if not own_config:
-        values.pop("config", None)
-    return function(**values)
+    function(_made(function, parser, parsed))
+
+
+def stage_options(function: Callable[..., None], name: str, run: str, given: Mapping[str, Any]) -> Any:
+    """Options of a stage after training, from ``run.options`` of the training's config.
+
+    Args:
+        function: of the stage, as for :func:`run_command`.
+        name: of the stage.
+        run: the run's folder.
+        given: options as in a YAML file.
+
+    Raises:
+        UserError: an option that the stage does not have, or a value of another type.
+    """
+    known = [field.name for field in fields(options_of(function)) if field.name != "run"]
+    for option in given:
+        if option not in known:
+            raise UserError(
+                f"run.options.{name} has no option {option!r}{nearest(option, known)}; `{name} --help` lists them"
+            )
+    parser = command_parser(function, name)
+    try:
+        parsed = parser.parse_object({"run": run, **given})
+    except argparse.ArgumentError as error:
+        raise UserError(f"run.options.{name}: {explain(error, parser)}") from error
+    return _made(function, parser, parsed)
+
+
+def _made(
+    function: Callable[..., None], parser: jsonargparse.ArgumentParser, parsed: jsonargparse.Namespace
+) -> Any:
+    values = vars(parser.instantiate(parsed))
+    values.pop("config")
+    return options_of(function)(**values)

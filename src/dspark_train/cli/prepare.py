@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dspark_train.data.conversations import SplitShares
+from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.errors import UserError
 from dspark_train.files import count_lines
+from dspark_train.lists import Names
 from dspark_train.prepare.answers import Regenerate
 from dspark_train.prepare.collect import CollectOptions, Deduplicate, Filters, collect
+from dspark_train.prepare.in_process import Generate
 from dspark_train.prepare.regenerate import check_collected, regenerate
 from dspark_train.prepare.sources import Source, count_rows
-
-if TYPE_CHECKING:
-    from dspark_train.data.tokenize import ConversationEncoder
-    from dspark_train.prepare.in_process import Generate
 
 Stage = Literal["collect", "regenerate", "tokenize"]
 STAGES: tuple[Stage, ...] = ("collect", "regenerate", "tokenize")
@@ -38,98 +37,127 @@ class Tokenize:
     """Processes."""
 
 
-def prepare(
-    output: Path | None = None,
-    sources: list[Source] = [],  # noqa: B006 - read only
-    target: str | None = None,
-    name: str = "",
-    notes: str = "",
-    stages: list[Stage] = ["collect", "tokenize"],  # noqa: B006 - read only; a tuple would not parse from YAML
-    filters: Filters = Filters(),  # noqa: B008 - frozen
-    deduplicate: Deduplicate = Deduplicate(),  # noqa: B008 - frozen
-    shares: SplitShares = SplitShares(),  # noqa: B008 - frozen
-    size: int | None = None,
-    seed: int = 0,
-    max_error_share: float = 0.05,
-    regeneration: Regenerate = Regenerate(),  # noqa: B008 - frozen
-    tokenization: Tokenize = Tokenize(),
-) -> None:
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Options of ``prepare``."""
+
+    output: Path | None = None
+    """Folder of the results."""
+    sources: list[Source] = field(default_factory=list)
+    """Where conversations come from."""
+    target: str | None = None
+    """Hub id or folder of the target; its tokenizer and chat template decide the masks."""
+    name: str = ""
+    """Of the recipe."""
+    notes: str = ""
+    """On licenses and origins, for the record."""
+    stages: list[Stage] | Names = Names(("collect", "tokenize"))
+    """Which to run, of collect, regenerate and tokenize, with commas between. The last one takes the answers of
+    the target where regenerated.jsonl exists or is to be made, else the collected ones."""
+    filters: Filters = field(default_factory=Filters)
+    """Conversations, and parts of them, that are left out."""
+    deduplicate: Deduplicate = field(default_factory=Deduplicate)
+    """Which conversations count as the same."""
+    shares: SplitShares = field(default_factory=SplitShares)
+    """How conversations are divided into splits."""
+    size: int | None = None
+    """Conversations in all; as many as the weights allow by default."""
+    seed: int = 0
+    """Of the mixture's choice and order."""
+    max_error_share: float = 0.05
+    """Stop where more than this share of the rows or conversations is faulty."""
+    regeneration: Regenerate = field(default_factory=Regenerate)
+    """How the target answers."""
+    tokenization: Tokenize = field(default_factory=Tokenize)
+    """How conversations become examples."""
+
+    def __post_init__(self) -> None:
+        if self.output is None:
+            raise UserError(
+                "output is not set: name the folder of the results, in the recipe or with --output"
+            )
+        for stage in self.stages:
+            if stage not in STAGES:
+                raise UserError(f"stages: {stage!r} is none of {', '.join(STAGES)}")
+        if not self.stages:
+            raise UserError(f"stages is empty: name some of {', '.join(STAGES)}")
+
+
+def prepare(options: PrepareOptions) -> None:
     """Make a training set: collect conversations, let the target answer them, tokenize them with exact masks.
 
     Each stage leaves its result in the output folder (collected.jsonl, regenerated.jsonl, tokenized/) and is
     skipped or continued where a former run left off.
-
-    Args:
-        output: folder of the results.
-        sources: where conversations come from.
-        target: hub id or folder of the target; its tokenizer and chat template decide the masks.
-        name: of the recipe.
-        notes: on licenses and origins, for the record.
-        stages: which to run, of collect, regenerate and tokenize. The last one takes the answers of the
-            target where regenerated.jsonl exists or is to be made, else the collected ones.
-        filters: conversations, and parts of them, that are left out.
-        deduplicate: which conversations count as the same.
-        shares: how conversations are divided into splits.
-        size: conversations in all; as many as the weights allow by default.
-        seed: of the mixture's choice and order.
-        max_error_share: stop where more than this share of the rows or conversations is faulty.
-        regeneration: how the target answers.
-        tokenization: how conversations become examples.
     """
-    if output is None:
-        raise UserError("output is not set: name the folder of the results, in the recipe or with --output")
-    wanted = [stage for stage in STAGES if stage in stages]
-    if not wanted:
-        raise UserError(f"stages is empty: name some of {', '.join(STAGES)}")
-    options = CollectOptions(sources, filters, deduplicate, shares, size, seed, max_error_share)
-    output.mkdir(parents=True, exist_ok=True)
-    encoder = (
-        _encoder(target, tokenization)
-        if "tokenize" in wanted or _needs_encoder(wanted, regeneration, target)
-        else None
+    output = options.output
+    assert output is not None
+    wanted = [stage for stage in STAGES if stage in options.stages]
+    collecting = CollectOptions(
+        options.sources,
+        options.filters,
+        options.deduplicate,
+        options.shares,
+        options.size,
+        options.seed,
+        options.max_error_share,
     )
+    output.mkdir(parents=True, exist_ok=True)
+    encoder = _encoder(options) if _needs_encoder(wanted, options) else None
     result = output / "collected.jsonl"
     if "collect" in wanted:
-        with _progress("collect", "rows", _total_rows(sources)) as bar:
-            result = collect(options, output, lambda rows: bar(rows, None))
+        with _progress("collect", "rows", _total_rows(options.sources)) as bar:
+            result = collect(collecting, output, lambda rows: bar(rows, None))
     if "regenerate" in wanted:
         _require(result, "collect")
+        how = options.regeneration
         with _progress("regenerate", "conversations", count_lines(result)) as bar:
             result = regenerate(
                 result,
                 output,
-                regeneration,
-                target=target,
+                how,
+                target=options.target,
                 encoder=encoder,
-                generate=None if regeneration.servers else in_process(str(target), regeneration),
+                generate=None if how.servers else in_process(str(options.target), how),
                 progress=lambda conversations, _tokens: bar(conversations, None),
             )
     elif (output / "regenerated.jsonl").exists():
         check_collected(output / "regenerated.jsonl", output / "collected.jsonl")
         result = output / "regenerated.jsonl"
     if "tokenize" in wanted:
-        from dspark_train.data.build import BuildOptions, build_set
-
         _require(result, "collect")
-        recipe = {"name": name, "notes": notes, "sources": [asdict(source) for source in sources]}
         assert encoder is not None
-        build = BuildOptions(tokenization.max_length, tokenization.template, shares, max_error_share)
-        with _progress("tokenize", "conversations") as bar:
-            build_set(
-                result,
-                output / "tokenized",
-                encoder.tokenizer,
-                build,
-                workers=tokenization.workers,
-                progress=bar,
-                recipe=recipe,
-            )
-        stats(output / "tokenized")
+        tokenize(options, result, encoder)
 
 
-def _needs_encoder(stages: Sequence[Stage], regeneration: Regenerate, target: str | None) -> bool:
-    """Answering in this process takes the tokenizer; with servers it checks their counts, if it is known."""
-    return "regenerate" in stages and (not regeneration.servers or target is not None)
+def tokenize(options: PrepareOptions, conversations: Path, encoder: ConversationEncoder) -> None:
+    """Make the prepared set of the output folder from a file of conversations, and tell what it holds."""
+    from dspark_train.data.build import BuildOptions, build_set
+
+    assert options.output is not None
+    folder, how = options.output / "tokenized", options.tokenization
+    build = BuildOptions(how.max_length, how.template, options.shares, options.max_error_share)
+    recipe = {
+        "name": options.name,
+        "notes": options.notes,
+        "sources": [asdict(source) for source in options.sources],
+    }
+    with _progress("tokenize", "conversations") as bar:
+        build_set(
+            conversations,
+            folder,
+            encoder.tokenizer,
+            build,
+            workers=how.workers,
+            progress=bar,
+            recipe=recipe,
+        )
+    stats(StatsOptions(folder))
+
+
+def _needs_encoder(stages: Sequence[Stage], options: PrepareOptions) -> bool:
+    """Tokenizing takes it, and answering in this process; with servers it checks their counts, if it is known."""
+    answers = "regenerate" in stages and (not options.regeneration.servers or options.target is not None)
+    return "tokenize" in stages or answers
 
 
 def _require(path: Path, stage: str) -> None:
@@ -191,13 +219,11 @@ def in_process(target: str, options: Regenerate) -> Generate:
     return generate
 
 
-def _encoder(target: str | None, tokenization: Tokenize) -> ConversationEncoder:
-    from dspark_train.data.tokenize import ConversationEncoder
-
-    if target is None:
+def _encoder(options: PrepareOptions) -> ConversationEncoder:
+    if options.target is None:
         raise UserError("target is not set: tokenizing needs the target whose template and vocabulary decide")
-    tokenizer = load_tokenizer(target)
-    return ConversationEncoder(tokenizer, max_length=tokenization.max_length, arguments=tokenization.template)
+    tokenizer, how = load_tokenizer(options.target), options.tokenization
+    return ConversationEncoder(tokenizer, max_length=how.max_length, arguments=how.template)
 
 
 @contextmanager
@@ -233,47 +259,60 @@ def _progress(title: str, unit: str, total: int | None = None) -> Iterator[Calla
         yield advance
 
 
-def show(
-    path: Path,
-    target: str | None = None,
-    split: Literal["train", "calibration", "heldout"] = "train",
-    first: int = 0,
-    count: int = 3,
-    max_length: int = 4096,
-) -> None:
-    """Print conversations with their supervised tokens coloured and the tokens' boundaries marked.
+@dataclass(frozen=True)
+class ShowOptions:
+    """Options of ``prepare show``."""
 
-    Args:
-        path: a prepared set, or a JSONL file of conversations.
-        target: hub id or folder whose tokenizer made the set.
-        split: which split of a prepared set.
-        first: index of the first one.
-        count: how many.
-        max_length: most tokens per example, for a JSONL file.
-    """
+    path: Path
+    """A prepared set, or a JSONL file of conversations."""
+    target: str | None = None
+    """Hub id or folder whose tokenizer made the set."""
+    split: Literal["train", "calibration", "heldout"] = "train"
+    """Which split of a prepared set."""
+    first: int = 0
+    """Index of the first one."""
+    count: int = 3
+    """How many."""
+    max_length: int = 4096
+    """Most tokens per example, for a JSONL file."""
+
+
+def show(options: ShowOptions) -> None:
+    """Print conversations with their supervised tokens coloured and the tokens' boundaries marked."""
     from rich.console import Console
 
     from dspark_train.prepare.looking import examples_of, print_example
 
-    if target is None:
+    if options.target is None:
         raise UserError("target is not set: showing text needs the tokenizer that made the tokens")
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(options.target)
     console = Console()
-    for index, example in examples_of(path, tokenizer, split, first, count, max_length):
+    chosen = examples_of(
+        options.path, tokenizer, options.split, options.first, options.count, options.max_length
+    )
+    for index, example in chosen:
         print_example(console, tokenizer, index, example)
 
 
-def stats(path: Path, block_size: int = 7, num_anchors: int = 512, plot: Path | None = None) -> None:
-    """Tell what a prepared set holds: lengths, mask share, anchors, dropped rows, domains, cost of an epoch.
+@dataclass(frozen=True)
+class StatsOptions:
+    """Options of ``prepare stats``."""
 
-    Args:
-        path: a prepared set.
-        block_size: draft tokens per block (γ), for the cost of an epoch.
-        num_anchors: most anchors per sequence, for the cost of an epoch.
-        plot: where the plot goes; ``stats.png`` in the set by default.
-    """
+    path: Path
+    """A prepared set."""
+    block_size: int = 7
+    """Draft tokens per block (γ), for the cost of an epoch."""
+    num_anchors: int = 512
+    """Most anchors per sequence, for the cost of an epoch."""
+    plot: Path | None = None
+    """Where the plot goes; left out, stats.png in the set."""
+
+
+def stats(options: StatsOptions) -> None:
+    """Tell what a prepared set holds: lengths, mask share, anchors, dropped rows, domains, cost of an epoch."""
     from rich.console import Console
 
     from dspark_train.prepare.looking import print_stats
 
-    print_stats(Console(), path, block_size, num_anchors, plot or path / "stats.png")
+    plot = options.plot or options.path / "stats.png"
+    print_stats(Console(), options.path, options.block_size, options.num_anchors, plot)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from dspark_train.cli.fit import DSparkCLI, check_options, measured_precision, run_cli
+from dspark_train.errors import UserError
 
 
 class RecipeCLI(DSparkCLI):
@@ -31,8 +33,11 @@ class RecipeCLI(DSparkCLI):
         """Fill in the precision; the run's folder is left alone."""
         config = self.config["fit"]
         if config.trainer.precision is None:
-            on_cpu = config.trainer.accelerator == "cpu"
-            config.trainer.precision = measured_precision(config) if on_cpu else "bf16-mixed"
+            config.trainer.precision = "bf16-mixed"
+            if config.trainer.accelerator == "cpu":
+                config.trainer.precision = "32-true"
+                with suppress(UserError):  # a target that is not here has no layers to measure
+                    config.trainer.precision = measured_precision(config)
         check_options(self.config["fit"].run.options)
 
     def instantiate_classes(self) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from dspark_train.data.conversations import BadConversation, Conversation
 from dspark_train.errors import UserError
@@ -108,6 +107,8 @@ class Renderer:
     def _render(
         self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], prompt: bool, tags: bool
     ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+
         tools = list(conversation.tools) if conversation.tools else None
         variables = {**self._special, **self._arguments, **conversation.template}
         try:

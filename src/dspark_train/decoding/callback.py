@@ -12,12 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from dspark_train.calibration.metrics import expected_calibration_error
 from dspark_train.calibration.sts import survival
 from dspark_train.data.conversations import Prompt
+from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.decoding.measure import Settings, compare, failures, interleave, seconds_per_token
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
-from dspark_train.studies.rounds import acceptance_by_position
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.strategy import gather_objects
 

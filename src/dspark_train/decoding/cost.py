@@ -286,35 +286,6 @@ class CostTable:
         except TypeError:
             raise UserError(f"{path}: a value has the wrong type; lists of numbers are expected") from None
 
-    def plot(self, path: str | Path) -> None:
-        """Draw seconds against rows (median, p10 to p90) and the parts of a round against requests."""
-        from matplotlib.figure import Figure
-
-        from dspark_train.report.calibration_plots import PALETTE, finish
-
-        panels = 2 if any(getattr(self, name) for name in CURVES) else 1
-        figure = Figure(figsize=(5.2 + 6.8 * (panels - 1), 3.6), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        axes[0].fill_between(
-            self.rows, _milli(self.seconds_p10), _milli(self.seconds_p90), color=PALETTE[0], alpha=0.2, lw=0
-        )
-        axes[0].plot(self.rows, _milli(self.seconds_median), "o-", ms=3, color=PALETTE[0])
-        axes[0].set(xlabel="rows of one target pass (tokens)", ylabel="time (ms): median, p10–p90")
-        axes[0].set_title(f"Target pass, {self.context} tokens of context")
-        if panels == 2:
-            for color, name in zip(PALETTE, CURVES, strict=True):
-                if curve := getattr(self, name):
-                    label = name.removesuffix("_seconds_median").replace("_", " ")
-                    axes[1].plot(self.requests, _milli(curve), "o-", ms=3, color=color, label=label)
-            axes[1].set(xlabel="concurrent requests", ylabel="time (ms), median", title="Parts of a round")
-            axes[1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-        for axis in axes:
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.set_ylim(bottom=0)
-            finish(axis)
-        figure.savefig(path, dpi=150)
-
 
 def _check_axis(name: str, values: tuple[int, ...]) -> None:
     if not values or not all(isinstance(value, int) for value in values):
@@ -350,7 +321,3 @@ def _between(added: tuple[Tensor, Tensor, Tensor], width: Tensor, most: int) -> 
     """Seconds of a request padded to ``width`` rows, from those of 1, 2 and ``most``: piecewise linear."""
     one, two, whole = added
     return torch.where(width <= 2, one.lerp(two, width - 1), two.lerp(whole, (width - 2) / max(1, most - 2)))
-
-
-def _milli(seconds: tuple[float, ...]) -> list[float]:
-    return [1000 * value for value in seconds]

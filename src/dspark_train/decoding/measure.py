@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dspark_train.data.conversations import Prompt
+from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.decoding.decoder import Decoder, GenerationResult
 from dspark_train.decoding.policies import Policy
 from dspark_train.decoding.sampling import SamplingRule
@@ -19,7 +20,6 @@ from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.progress import stage
 from dspark_train.structures import DecodingTrace
-from dspark_train.studies.rounds import acceptance_by_position
 from dspark_train.target.frozen import FrozenTarget
 
 RESAMPLES = 2000
@@ -197,44 +197,160 @@ def failures(found: Comparison) -> list[Divergence]:
     return [d for d in found.divergences if found.exact or abs(d.gap) > d.rounding]
 
 
-# -- results as JSON ----------------------------------------------------------------------------------------
+# -- results, as decode.json holds them ---------------------------------------------------------------------
 
 
-def to_json(found: Comparison, seed: int = 0) -> dict[str, Any]:
-    """One mode of ``decode.json``."""
-    acceptance = acceptance_by_position(found.trace)
-    whole, low_high = acceptance[0], found.interval(seed)
-    content: dict[str, Any] = {
-        "temperature": found.temperature,
-        "prompts": len(found.prompts),
-        "tau": found.trace.accepted_length,
-        "acceptance": {"conditional": whole.conditional, "cumulative": whole.cumulative},
-        "verified_rows_per_round": float(found.trace.verify_length.double().mean()) + 1,
-        "tokens_per_row": _tokens_per_row(found.trace),
-        "plain": _side(found.plain),
-        "speculative": _side(found.speculative),
-        "speedup": {
-            "value": found.speedup,
-            "low": low_high[0],
-            "high": low_high[1],
-            "spread": f"(95 % over {len(found.groups)} groups of {max(found.groups)})"
-            if max(found.groups) > 1
-            else f"(95 % over {len(found.groups)} prompts)",
-        },
-        "domains": {part.group: {"tau": part.tau, "rounds": part.rounds} for part in acceptance[1:]},
-    }
+@dataclass(frozen=True)
+class SideResult:
+    """Speed of plain or of speculative decoding. What a file does not say is 0 or empty."""
+
+    tokens_per_second: float
+    tokens: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    rounds: int = 0
+    rows: int = 0
+    """Token rows that the target went through."""
+    round_milliseconds: float | None = None
+    """Wall time of a round, prompts' passes left out."""
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    """Of a round, by part."""
+
+
+@dataclass(frozen=True)
+class SpeedupResult:
+    """Seconds per token of plain decoding over those of speculative decoding."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    spread: str = ""
+    """What the two bounds are, in words."""
+
+
+@dataclass(frozen=True)
+class ShareResult:
+    """Acceptance by position (lists of γ; None where no round tells)."""
+
+    conditional: list[float | None] = field(default_factory=list)
+    """Share of slot k's tokens accepted, of those whose earlier ones all were."""
+    cumulative: list[float | None] = field(default_factory=list)
+    """Share of rounds whose prefix up to slot k was accepted."""
+
+
+@dataclass(frozen=True)
+class IdentityResult:
+    """How far greedy output equals plain decoding's."""
+
+    prompts: int
+    """Whose output is the same, token for token."""
+    of: int = 0
+    """Prompts decoded."""
+    exact: bool = True
+    """Whether rounding excuses no difference (float32)."""
+    failures: int | None = None
+    """Differences that rounding does not explain."""
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DomainResult:
+    """Accepted length of one domain."""
+
+    tau: float
+    rounds: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeResult:
+    """Plain against speculative decoding at one sampling temperature."""
+
+    temperature: float
+    prompts: int | None = None
+    tau: float
+    acceptance: ShareResult = field(default_factory=ShareResult)
+    verified_rows_per_round: float | None = None
+    """Token rows that the target verifies per round, anchors included."""
+    tokens_per_row: float | None = None
+    plain: SideResult | None = None
+    speculative: SideResult | None = None
+    speedup: SpeedupResult | None = None
+    domains: dict[str, DomainResult] = field(default_factory=dict)
+    identical: IdentityResult | None = None
+    """Of greedy decoding."""
+    sts: list[float] | None = None
+    """``[γ]`` scalings of the confidences; None where they are raw."""
+
+
+@dataclass(frozen=True)
+class ExampleResult:
+    """An answer, token by token."""
+
+    prompt: str
+    domain: str
+    tokens: list[str]
+    """Their texts."""
+    origin: list[str]
+    """Who wrote each: ``draft`` or ``target``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeResult:
+    """What ``decode`` measured: ``decode.json``."""
+
+    policy: str = ""
+    """How much of a block is verified."""
+    batch_size: int | None = None
+    max_new_tokens: int | None = None
+    split: str = ""
+    dtype: str = ""
+    seed: int = 0
+    graphs: bool = False
+    compile: bool = False
+    modes: dict[str, ModeResult] = field(default_factory=dict)
+    """By the label of the sampling temperature."""
+    identical: bool | None = None
+    """Whether all greedy output equals plain decoding's."""
+    examples: list[ExampleResult] = field(default_factory=list)
+
+
+def mode_result(found: Comparison, seed: int = 0, sts: Sequence[float] | None = None) -> ModeResult:
+    """Sum up a comparison.
+
+    Args:
+        found: of one sampling temperature.
+        seed: of the bootstrap.
+        sts: ``[γ]`` scalings of the confidences that it was decoded with.
+    """
+    whole, *domains = acceptance_by_position(found.trace)
+    low, high = found.interval(seed)
+    groups = f"groups of {max(found.groups)}" if max(found.groups) > 1 else "prompts"
+    identical = None
     if found.temperature == 0:
-        content["identical"] = {
-            "prompts": len(found.prompts) - len(found.divergences),
-            "of": len(found.prompts),
-            "exact": found.exact,
-            "failures": len(failures(found)),
-            "divergences": [vars(divergence) for divergence in found.divergences],
-        }
-    return content
+        identical = IdentityResult(
+            prompts=len(found.prompts) - len(found.divergences),
+            of=len(found.prompts),
+            exact=found.exact,
+            failures=len(failures(found)),
+            divergences=[vars(divergence) for divergence in found.divergences],
+        )
+    return ModeResult(
+        temperature=found.temperature,
+        prompts=len(found.prompts),
+        tau=found.trace.accepted_length,
+        acceptance=ShareResult(whole.conditional, whole.cumulative),
+        verified_rows_per_round=float(found.trace.verify_length.double().mean()) + 1,
+        tokens_per_row=_tokens_per_row(found.trace),
+        plain=_side(found.plain),
+        speculative=_side(found.speculative),
+        speedup=SpeedupResult(found.speedup, low, high, f"(95 % over {len(found.groups)} {groups})"),
+        domains={part.group: DomainResult(part.tau, part.rounds) for part in domains},
+        identical=identical,
+        sts=None if sts is None else list(sts),
+    )
 
 
-def _side(results: Sequence[GenerationResult]) -> dict[str, Any]:
+def _side(results: Sequence[GenerationResult]) -> SideResult:
     """Speed of plain or speculative decoding, and the milliseconds of a round by part."""
     seconds, tokens = sum(r.timings.total for r in results), sum(r.timings.tokens for r in results)
     rounds = max(1, sum(r.timings.rounds for r in results))
@@ -244,19 +360,19 @@ def _side(results: Sequence[GenerationResult]) -> dict[str, Any]:
         if part != "prefill"
     }
     parts["bookkeeping"] = 1000 * sum(r.timings.bookkeeping for r in results) / rounds
-    return {
-        "tokens_per_second": tokens / seconds,
-        "tokens": tokens,
-        "seconds": seconds,
-        "prefill_seconds": sum(r.timings.parts.get("prefill", 0.0) for r in results),
-        "rounds": sum(r.timings.rounds for r in results),
-        "rows": sum(r.timings.rows for r in results),
-        "round_milliseconds": sum(parts.values()),
-        "milliseconds": parts,
-    }
+    return SideResult(
+        tokens_per_second=tokens / seconds,
+        tokens=tokens,
+        seconds=seconds,
+        prefill_seconds=sum(r.timings.parts.get("prefill", 0.0) for r in results),
+        rounds=sum(r.timings.rounds for r in results),
+        rows=sum(r.timings.rows for r in results),
+        round_milliseconds=sum(parts.values()),
+        milliseconds=parts,
+    )
 
 
-def examples(found: Comparison, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+def examples(found: Comparison, tokenizer: Any, count: int) -> list[ExampleResult]:
     """A few answers, token by token, each marked with who proposed it."""
     answers = [tokens for result in found.speculative for tokens in result.tokens]
     trace, made = found.trace, []
@@ -268,12 +384,12 @@ def examples(found: Comparison, tokenizer: Any, count: int) -> list[dict[str, An
             kept = min(accepted, committed)
             origin += ["draft"] * kept + ["target"] * (committed - kept)
         made.append(
-            {
-                "prompt": tokenizer.decode(found.prompts[index].ids, skip_special_tokens=True),
-                "domain": found.prompts[index].domain,
-                "tokens": pieces(tokenizer, answers[index]),
-                "origin": origin,
-            }
+            ExampleResult(
+                prompt=tokenizer.decode(found.prompts[index].ids, skip_special_tokens=True),
+                domain=found.prompts[index].domain,
+                tokens=pieces(tokenizer, answers[index]),
+                origin=origin,
+            )
         )
     return made
 

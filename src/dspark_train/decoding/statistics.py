@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A statistic as a table shows it; undefined numbers are None."""
+
+    value: float | None
+    low: float | None = None
+    """Lower end of its interval."""
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,10 @@ class Sampled:
         low, high = np.quantile(defined, [tail, 1 - tail])
         return float(low), float(high)
 
-    def to_json(self, confidence: float) -> dict[str, Any]:
-        """Return ``{"value", "low", "high"}``; undefined numbers are null."""
-        bounds = self.interval(confidence)
-        low, high = bounds if bounds is not None else (None, None)
-        return {"value": self.value if np.isfinite(self.value) else None, "low": low, "high": high}
+    def estimate(self, confidence: float) -> Estimate:
+        """Return the value and its percentile interval."""
+        low, high = self.interval(confidence) or (None, None)
+        return Estimate(self.value if np.isfinite(self.value) else None, low, high)
 
 
 def bootstrap_weights(prompts: int, resamples: int, seed: int) -> Array:

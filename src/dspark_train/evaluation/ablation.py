@@ -19,23 +19,57 @@ Every pair of choices of a study is a run; runs that studies share are trained o
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import jsonargparse
 import yaml
 
 from dspark_train.errors import UserError
 
-KEYS = ("config", "folder", "overrides", "axes", "base", "studies")
-
 Settings = dict[str, Any]
 """Dotted settings of the recipe and their values."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The YAML file as it is written. What is a bare dict or list here is checked later, or by ``fit``."""
+
+    config: Path
+    """Recipe that every run starts from."""
+    folder: Path
+    """Where runs, table and plots go."""
+    axes: dict
+    """By name: :class:`Values`, or choices with their settings."""
+    studies: dict
+    """By name: :class:`WrittenStudy`."""
+    overrides: dict = field(default_factory=dict)
+    """Settings of every run."""
+    base: dict = field(default_factory=dict)
+    """The choice of every axis that a study does not vary; the first where none is named."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """An axis whose choices are the values of one setting."""
+
+    setting: str
+    values: list
+
+
+@dataclass(frozen=True)
+class WrittenStudy:
+    """The axes that a study varies: all choices of an axis (its name), or those listed (``{name: [choice, …]}``)."""
+
+    x: str | dict[str, list]
+    lines: str | dict[str, list] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,28 +144,38 @@ def read_ablation(path: Path) -> Ablation:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
+    kinds = get_type_hints(Written)
     if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a mapping with {', '.join(KEYS)}")
-    faults = [_unknown(key, KEYS) for key in content if key not in KEYS]
+        raise UserError(f"{path} must hold a mapping with {', '.join(kinds)}")
+    faults = [_unknown(key, kinds) for key in content if key not in kinds]
     faults += [f"{key} is missing" for key in ("config", "folder", "axes", "studies") if not content.get(key)]
-    axes = _axes(content.get("axes") or {}, faults)
-    base = {str(axis): str(choice) for axis, choice in (content.get("base") or {}).items()}
+    given: dict[str, Any] = {}
+    for key, kind in kinds.items():
+        given[key] = _parsed(kind, content[key]) if content.get(key) else {}
+        if given[key] is None:
+            faults.append(f"{key} must be a {'path' if kind is Path else 'mapping of names'}")
+            given[key] = {}
+    axes = _axes(given["axes"], faults)
+    base = {str(axis): str(choice) for axis, choice in given["base"].items()}
     faults += [f"base.{axis}: {_unknown(axis, axes)}" for axis in base if axis not in axes]
     for axis, choices in axes.items():
         chosen = base.setdefault(axis, next(iter(choices), ""))
         if choices and chosen not in choices:
             faults.append(f"base.{axis}: {_unknown(chosen, choices)}")
-    studies = _studies(content.get("studies") or {}, axes, faults)
+    studies = _studies(given["studies"], axes, faults)
     if faults:
         raise UserError(f"{path}: " + "; ".join(faults))
-    return Ablation(
-        config=Path(content["config"]),
-        folder=Path(content["folder"]),
-        overrides=dict(content.get("overrides") or {}),
-        axes=axes,
-        base=base,
-        studies=studies,
-    )
+    return Ablation(given["config"], given["folder"], given["overrides"], axes, base, studies)
+
+
+def _parsed(kind: Any, content: Any) -> Any:
+    """``content`` as a value of a type; None where it is none."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--content", type=kind)
+    try:
+        return parser.instantiate(parser.parse_object({"content": content})).content
+    except argparse.ArgumentError:
+        return None
 
 
 def _unknown(word: Any, known: Any) -> str:
@@ -140,55 +184,50 @@ def _unknown(word: Any, known: Any) -> str:
     return f"unknown {str(word)!r}{hint}"
 
 
-def _axes(content: Any, faults: list[str]) -> dict[str, dict[str, Settings]]:
+def _axes(content: Mapping[Any, Any], faults: list[str]) -> dict[str, dict[str, Settings]]:
     axes: dict[str, dict[str, Settings]] = {}
-    if not isinstance(content, dict):
-        faults.append("axes must be a mapping of names")
-        return axes
-    for name, axis in content.items():
-        if isinstance(axis, dict) and set(axis) == {"setting", "values"} and isinstance(axis["values"], list):
-            axes[str(name)] = {str(value): {str(axis["setting"]): value} for value in axis["values"]}
-        elif isinstance(axis, dict) and axis and all(isinstance(choice, dict) for choice in axis.values()):
-            axes[str(name)] = {str(choice): dict(settings) for choice, settings in axis.items()}
+    for name, written in content.items():
+        axis = _parsed(Values | dict[str, dict], written)
+        if isinstance(axis, Values):
+            axes[str(name)] = {str(value): {axis.setting: value} for value in axis.values}
         else:
+            axes[str(name)] = {str(choice): settings for choice, settings in (axis or {}).items()}
+        if not axes[str(name)]:
             faults.append(f"axes.{name} must be {{setting, values}}, or choices with their settings")
-            axes[str(name)] = {}
     return axes
 
 
-def _studies(content: Any, axes: Mapping[str, Any], faults: list[str]) -> list[Study]:
+def _studies(content: Mapping[Any, Any], axes: Mapping[str, Any], faults: list[str]) -> list[Study]:
     studies = []
-    if not isinstance(content, dict):
-        faults.append("studies must be a mapping of names")
-        return []
-    for name, study in content.items():
-        if not isinstance(study, dict) or "x" not in study or set(study) - {"x", "lines"}:
+    for name, written in content.items():
+        study = _parsed(WrittenStudy, written)
+        if study is None:
             faults.append(f"studies.{name} must be {{x: axis, lines: axis}}, lines being optional")
             continue
-        picked = [
-            _pick(f"studies.{name}.{key}", study[key], axes, faults) for key in ("x", "lines") if key in study
-        ]
-        if all(choices for _, choices in picked):
-            (x, x_choices), (lines, line_choices) = (*picked, (None, ()))[:2]
-            studies.append(Study(str(name), str(x), x_choices, lines, line_choices))
+        x, x_choices = _pick(f"studies.{name}.x", study.x, axes, faults)
+        lines, line_choices = (
+            (None, ()) if study.lines is None else _pick(f"studies.{name}.lines", study.lines, axes, faults)
+        )
+        studies.append(Study(str(name), x, x_choices, lines, line_choices))
     return studies
 
 
 def _pick(
-    place: str, content: Any, axes: Mapping[str, Mapping[str, Any]], faults: list[str]
+    place: str, written: str | dict[str, list], axes: Mapping[str, Mapping[str, Any]], faults: list[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """Read an axis with all its choices (its name), or with some (``{name: [choice, …]}``)."""
-    if isinstance(content, dict) and len(content) == 1:
-        axis, listed = next(iter(content.items()))
-    else:
-        axis, listed = content, None
-    if not isinstance(axis, str) or axis not in axes:
+    """An axis and the choices of it that a study takes."""
+    if isinstance(written, dict) and len(written) != 1:
+        faults.append(f"{place} must name one axis, not {', '.join(written) or 'none'}")
+        return "", ()
+    axis, listed = next(iter(written.items())) if isinstance(written, dict) else (written, None)
+    if axis not in axes:
         faults.append(f"{place}: {_unknown(axis, axes)}")
-        return str(axis), ()
+        return axis, ()
     choices = tuple(axes[axis]) if listed is None else tuple(str(choice) for choice in listed)
-    wrong = [choice for choice in choices if choice not in axes[axis]]
-    faults += [f"{place}.{axis}: {_unknown(choice, axes[axis])}" for choice in wrong]
-    return axis, () if wrong else choices
+    faults += [
+        f"{place}.{axis}: {_unknown(choice, axes[axis])}" for choice in choices if choice not in axes[axis]
+    ]
+    return axis, choices
 
 
 def fit_arguments(ablation: Ablation, cell: Cell) -> list[str]:

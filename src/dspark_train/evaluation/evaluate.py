@@ -15,6 +15,7 @@ from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.evaluation.baselines import PromptLookup
+from dspark_train.evaluation.options import EvaluateOptions
 from dspark_train.evaluation.records import Record, RecordFile, count_trace
 from dspark_train.evaluation.suites import Suite, SuitePrompt
 from dspark_train.evaluation.summary import PLAIN
@@ -108,11 +109,7 @@ class Evaluation:
     target: FrozenTarget
     """Gives the tokenizer."""
     methods: Sequence[Method]
-    temperatures: Sequence[float] = (0.0, 1.0)
-    max_new_tokens: int = 256
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    options: EvaluateOptions
     template: Mapping[str, Any] | None = None
     """Extra arguments of the chat template."""
 
@@ -136,11 +133,11 @@ class Evaluation:
     def fits(self, ids: Sequence[int]) -> bool:
         """Whether the target's context holds a prompt and a whole answer."""
         context = self.target.context_length
-        return context is None or len(ids) + self.max_new_tokens <= context
+        return context is None or len(ids) + self.options.max_new_tokens <= context
 
     def measure(self, method: Method, suite: Suite, prompt: SuitePrompt, temperature: float) -> Record:
         """Decode the turns of a prompt, each after the method's own earlier answers, until the context is full."""
-        decoder = method.decoder(SamplingRule(temperature, self.top_k, self.top_p))
+        decoder = method.decoder(SamplingRule(temperature, self.options.top_k, self.options.top_p))
         messages: list[dict[str, str]] = []
         results: list[GenerationResult] = []
         for number, turn in enumerate(prompt.turns):
@@ -148,8 +145,8 @@ class Evaluation:
             ids = self.encode(messages)
             if number and not self.fits(ids):
                 break
-            seed = random.Random(f"{self.seed}/{suite.name}/{prompt.index}/{number}").getrandbits(31)
-            requests = decoder.requests([ids], self.max_new_tokens, None)
+            seed = random.Random(f"{self.options.seed}/{suite.name}/{prompt.index}/{number}").getrandbits(31)
+            requests = decoder.requests([ids], self.options.max_new_tokens, None)
             results.append(decoder.run(requests, seed=seed))
             answer = self.target.tokenizer.decode(results[-1].tokens[0], skip_special_tokens=True)
             messages.append({"role": "assistant", "content": answer})
@@ -175,7 +172,7 @@ def fitting(evaluation: Evaluation, suites: Sequence[Suite]) -> tuple[list[Suite
         if not fit:
             raise UserError(
                 f"suite {suite.name}: no prompt fits the target's context together with an answer of "
-                f"{evaluation.max_new_tokens} tokens; lower max_new_tokens"
+                f"{evaluation.options.max_new_tokens} tokens; lower max_new_tokens"
             )
         inside = {prompt.index for prompt in fit}
         if len(fit) < len(suite.prompts):
@@ -225,7 +222,7 @@ def tasks(evaluation: Evaluation, suites: Sequence[Suite]) -> Iterator[Task]:
     """Yield all tasks; methods follow each other on a prompt, so that a machine's slow minutes hit all."""
     for suite in suites:
         for prompt in suite.prompts:
-            for temperature in evaluation.temperatures:
+            for temperature in evaluation.options.temperatures:
                 for method in evaluation.methods:
                     yield Task(method, suite, prompt, temperature)
 
@@ -261,7 +258,8 @@ def run_evaluation(
 def _warm_up(evaluation: Evaluation, task: Task) -> None:
     """Let every method decode a little: its first call pays for allocations and caches."""
     prompt = SuitePrompt(task.prompt.index, task.prompt.turns[:1], task.prompt.domain)
+    options = dataclasses.replace(evaluation.options, max_new_tokens=16)
     for method in evaluation.methods:
-        brief = dataclasses.replace(evaluation, methods=[method], max_new_tokens=16)
-        for temperature in evaluation.temperatures:
+        brief = dataclasses.replace(evaluation, methods=[method], options=options)
+        for temperature in evaluation.options.temperatures:
             brief.measure(method, task.suite, prompt, temperature)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dspark_train.calibration.io import read_sts
 from dspark_train.decoding.policies import Policy, parse_policy
@@ -24,52 +23,13 @@ from dspark_train.evaluation.evaluate import (
     fitting,
     run_evaluation,
 )
+from dspark_train.evaluation.options import EvaluateOptions
 from dspark_train.evaluation.records import RecordFile
 from dspark_train.evaluation.suites import Suite, load_suite
-from dspark_train.evaluation.summary import Bootstrap, summarise
+from dspark_train.evaluation.summary import Bootstrap, EvaluationResult, summarise
+from dspark_train.files import write_result
 from dspark_train.run import Run, environment
 from dspark_train.target.frozen import FrozenTarget
-
-BASELINES = ("plain", "head_off", "prompt_lookup")
-
-
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """What ``evaluate`` is asked for; see the command for the meaning of each."""
-
-    run: Path
-    suites: Sequence[str]
-    suites_dir: Path | None = None
-    prompts: int | None = 20
-    temperatures: Sequence[float] = (0.0, 1.0)
-    drafts: Sequence[str] = ()
-    baselines: Sequence[str] = BASELINES
-    max_new_tokens: int = 256
-    top_k: int = 0
-    top_p: float = 1.0
-    policy: str = "fixed"
-    costs: Path | None = None
-    dtype: Literal["auto", "bfloat16", "float32"] | None = None
-    seed: int = 0
-    name: str = "suites"
-    restart: bool = False
-    bootstrap: Bootstrap = field(default_factory=Bootstrap)
-
-    def check(self) -> None:
-        """Refuse what cannot work before anything is loaded."""
-        for baseline in self.baselines:
-            if baseline not in BASELINES:
-                raise UserError(f"baselines: {baseline!r} is none of {', '.join(BASELINES)}")
-        if not self.suites:
-            raise UserError("suites: name at least one, such as gsm8k,humaneval,mt-bench")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(f"temperatures {list(self.temperatures)} must be at least one number ≥ 0")
-        if not 0 < self.bootstrap.confidence < 1:
-            raise UserError(f"confidence {self.bootstrap.confidence} must lie between 0 and 1")
-        if self.max_new_tokens < 2:
-            raise UserError(f"max_new_tokens {self.max_new_tokens} must be at least 2, or no round happens")
-        if not self.name or Path(self.name).name != self.name:
-            raise UserError(f"name {self.name!r} must be a plain file name without folders")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +154,7 @@ def _texts_digest(suite: Suite) -> str:
     return hashlib.sha256(repr([prompt.turns for prompt in suite.prompts]).encode()).hexdigest()[:16]
 
 
-def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, Any]:
+def evaluate_run(options: EvaluateOptions, progress: Any = None) -> EvaluationResult:
     """Decode what the run's record file does not hold yet, and write ``evaluation/<name>.json``.
 
     Args:
@@ -202,9 +162,8 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         progress: called with (done, all, latest record) after every prompt.
 
     Returns:
-        The table, as written.
+        The result, as written.
     """
-    options.check()
     suites = [
         load_suite(spec, folder=options.suites_dir, limit=options.prompts, seed=options.seed)
         for spec in options.suites
@@ -220,11 +179,7 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
     evaluation = Evaluation(
         target=run.target,
         methods=make_methods(options, run.target, drafts, policy),
-        temperatures=options.temperatures,
-        max_new_tokens=options.max_new_tokens,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
+        options=options,
         template=run.config.get("data", {}).get("template"),
     )
     suites, left_out = fitting(evaluation, suites)
@@ -243,9 +198,7 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> dict[str, An
         "too_long": left_out,
         "environment": environment(),
     }
-    table = summarise(records, described, whole, options.bootstrap)
-    target = folder / f"{options.name}.json"
-    aside = target.with_suffix(".part")
-    aside.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    aside.replace(target)
-    return table
+    bootstrap = Bootstrap(options.confidence, options.resamples, options.seed)
+    result = summarise(records, described, whole, bootstrap)
+    write_result(folder / f"{options.name}.json", result)
+    return result

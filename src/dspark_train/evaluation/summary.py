@@ -1,27 +1,14 @@
-"""From records to the table of an evaluation, ``evaluation/<name>.json``::
-
-    {"settings": {…}, "methods": [{"key", "label", "kind", …}],
-     "results": [{"temperature": 0.0,
-                  "suites": {name: {"domain", "prompts", "methods": {key: cell}}},
-                  "domains": {name: {"prompts", "methods": {key: cell}}},
-                  "macro": {key: cell},
-                  "differences": [{"first", "second", "macro": estimate, "relative",
-                                   "suites": {name: estimate}}]}]}
-
-A cell is ``{"tau": estimate, "speedup": estimate or null, "conditional": [γ], "tokens_per_second", "ece",
-"identical": prompts whose output equals plain decoding's or null, "tokens", "rounds"}``; an estimate is
-``{"value", "low", "high"}``. The macro average weighs suites alike.
-"""
+"""From records to the result of an evaluation, ``evaluation/<name>.json``."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from dspark_train.decoding.statistics import Array, Sampled, bootstrap_weights, ratio
+from dspark_train.decoding.statistics import Array, Estimate, Sampled, bootstrap_weights, ratio
 from dspark_train.evaluation.records import Record, pooled_bins
 
 PLAIN = "plain"
@@ -35,6 +22,76 @@ class Bootstrap:
     confidence: float = 0.95
     resamples: int = 2000
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One method on one group of prompts, or averaged over suites."""
+
+    tau: Estimate
+    speedup: Estimate | None = None
+    """Over plain decoding; None where that was not measured."""
+    conditional: list[float | None] = field(default_factory=list)
+    """``[γ]`` acceptance given that all earlier tokens were accepted."""
+    tokens_per_second: float | None = None
+    ece: float | None = None
+    """Calibration error of the confidences; None without any."""
+    identical: int | None = None
+    """Prompts whose output equals plain decoding's; None when sampling."""
+    tokens: int | None = None
+    rounds: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """All methods on a suite or on a domain."""
+
+    prompts: int
+    methods: dict[str, MethodResult]
+    """By key."""
+    domain: str = ""
+    """Of a suite: that of its prompts, or ``mixed``."""
+
+
+@dataclass(frozen=True)
+class MethodDifference:
+    """τ of the first method minus that of the second, paired prompt by prompt."""
+
+    first: str
+    second: str
+    macro: Estimate
+    """Averaged over suites."""
+    relative: float
+    """To the second method's average."""
+    suites: dict[str, Estimate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingResult:
+    """All suites at one sampling temperature."""
+
+    temperature: float
+    suites: dict[str, GroupResult]
+    macro: dict[str, MethodResult]
+    """Average over suites, which count alike, by method."""
+    domains: dict[str, GroupResult] = field(default_factory=dict)
+    differences: list[MethodDifference] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation."""
+
+    settings: dict[str, Any]
+    """How it was made."""
+    methods: list[dict[str, Any]]
+    """Each with ``key`` and ``label``, and what else describes it."""
+    results: list[SamplingResult]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Names of the methods by their keys."""
+        return {method["key"]: method["label"] for method in self.methods}
 
 
 @dataclass(frozen=True)
@@ -73,8 +130,8 @@ def summarise(
     methods: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     bootstrap: Bootstrap,
-) -> dict[str, Any]:
-    """Make the table of an evaluation.
+) -> EvaluationResult:
+    """Sum up an evaluation.
 
     Args:
         records: of all methods, suites and temperatures. A prompt that not every method has decoded is left
@@ -88,11 +145,11 @@ def summarise(
         table[record.temperature][record.suite].setdefault(record.index, {})[record.method] = record
     keys = [str(method["key"]) for method in methods]
     results = [_result(temperature, suites, keys, bootstrap) for temperature, suites in sorted(table.items())]
-    return {
-        "settings": {**settings, "confidence": bootstrap.confidence, "resamples": bootstrap.resamples},
-        "methods": [dict(method) for method in methods],
-        "results": [result for result in results if result["suites"]],
-    }
+    return EvaluationResult(
+        settings={**settings, "confidence": bootstrap.confidence, "resamples": bootstrap.resamples},
+        methods=[dict(method) for method in methods],
+        results=[result for result in results if result.suites],
+    )
 
 
 def _result(
@@ -100,9 +157,9 @@ def _result(
     suites: Mapping[str, Mapping[int, Mapping[str, Record]]],
     keys: Sequence[str],
     boot: Bootstrap,
-) -> dict[str, Any]:
+) -> SamplingResult:
     measured: dict[str, dict[str, Measured]] = {}
-    entries: dict[str, Any] = {}
+    entries: dict[str, GroupResult] = {}
     by_domain: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for name, prompts in suites.items():
         whole = [methods for _, methods in sorted(prompts.items()) if all(key in methods for key in keys)]
@@ -111,36 +168,36 @@ def _result(
         weights = bootstrap_weights(len(whole), boot.resamples, boot.seed)
         measured[name] = {key: Measured.of([methods[key] for methods in whole], weights) for key in keys}
         domains = sorted({methods[key].domain for methods in whole for key in keys})
-        entries[name] = {
-            "domain": domains[0] if len(domains) == 1 else "mixed",
-            "prompts": len(whole),
-            "methods": {key: _cell(measured[name], key, boot) for key in keys},
-        }
+        entries[name] = GroupResult(
+            domain=domains[0] if len(domains) == 1 else "mixed",
+            prompts=len(whole),
+            methods={key: _method(measured[name], key, boot) for key in keys},
+        )
         for methods in whole:
             for key in keys:
                 by_domain[methods[key].domain][key].append(methods[key])
-    return {
-        "temperature": temperature,
-        "suites": entries,
-        "domains": {name: _domain(found, keys, boot) for name, found in sorted(by_domain.items())},
-        "macro": {key: _macro(measured, key, boot) for key in keys} if measured else {},
-        "differences": _differences(measured, [key for key in keys if key != PLAIN], boot),
-    }
+    return SamplingResult(
+        temperature=temperature,
+        suites=entries,
+        domains={name: _domain(found, keys, boot) for name, found in sorted(by_domain.items())},
+        macro={key: _macro(measured, key, boot) for key in keys} if measured else {},
+        differences=_differences(measured, [key for key in keys if key != PLAIN], boot),
+    )
 
 
-def _cell(group: Mapping[str, Measured], key: str, boot: Bootstrap) -> dict[str, Any]:
+def _method(group: Mapping[str, Measured], key: str, boot: Bootstrap) -> MethodResult:
     one = group[key]
     plain = group.get(PLAIN)
-    return {
-        "tau": one.tau.to_json(boot.confidence) if key != PLAIN else {"value": 1.0, "low": 1.0, "high": 1.0},
-        "speedup": (one.rate / plain.rate).to_json(boot.confidence) if plain is not None else None,
-        "conditional": one.conditional,
-        "tokens_per_second": one.rate.value,
-        "ece": one.ece,
-        "identical": identical(one.records, plain.records) if plain is not None else None,
-        "tokens": sum(record.tokens for record in one.records),
-        "rounds": sum(record.rounds for record in one.records),
-    }
+    return MethodResult(
+        tau=one.tau.estimate(boot.confidence) if key != PLAIN else Estimate(1.0, 1.0, 1.0),
+        speedup=(one.rate / plain.rate).estimate(boot.confidence) if plain is not None else None,
+        conditional=one.conditional,
+        tokens_per_second=one.rate.value,
+        ece=one.ece,
+        identical=identical(one.records, plain.records) if plain is not None else None,
+        tokens=sum(record.tokens for record in one.records),
+        rounds=sum(record.rounds for record in one.records),
+    )
 
 
 def identical(one: Sequence[Record], other: Sequence[Record]) -> int | None:
@@ -150,30 +207,28 @@ def identical(one: Sequence[Record], other: Sequence[Record]) -> int | None:
     return sum(a.digest == b.digest for a, b in zip(one, other, strict=True))
 
 
-def _domain(found: Mapping[str, list[Record]], keys: Sequence[str], boot: Bootstrap) -> dict[str, Any]:
+def _domain(found: Mapping[str, list[Record]], keys: Sequence[str], boot: Bootstrap) -> GroupResult:
     count = len(found[keys[0]])
     weights = bootstrap_weights(count, boot.resamples, boot.seed)
     group = {key: Measured.of(found[key], weights) for key in keys}
-    return {"prompts": count, "methods": {key: _cell(group, key, boot) for key in keys}}
+    return GroupResult(count, {key: _method(group, key, boot) for key in keys})
 
 
-def _macro(measured: Mapping[str, Mapping[str, Measured]], key: str, boot: Bootstrap) -> dict[str, Any]:
+def _macro(measured: Mapping[str, Mapping[str, Measured]], key: str, boot: Bootstrap) -> MethodResult:
     groups = list(measured.values())
     speedup = None
     if all(PLAIN in group for group in groups):
-        speedup = Sampled.mean([group[key].rate / group[PLAIN].rate for group in groups]).to_json(
-            boot.confidence
-        )
+        rates = [group[key].rate / group[PLAIN].rate for group in groups]
+        speedup = Sampled.mean(rates).estimate(boot.confidence)
     columns = itertools.zip_longest(*(group[key].conditional for group in groups))
-    errors = [group[key].ece for group in groups if group[key].ece is not None]
-    tau = Sampled.mean([group[key].tau for group in groups]).to_json(boot.confidence)
-    return {
-        "tau": tau if key != PLAIN else {"value": 1.0, "low": 1.0, "high": 1.0},
-        "speedup": speedup,
-        "conditional": [_mean(column) for column in columns],
-        "tokens_per_second": _mean([group[key].rate.value for group in groups]),
-        "ece": _mean(errors),
-    }
+    tau = Sampled.mean([group[key].tau for group in groups]).estimate(boot.confidence)
+    return MethodResult(
+        tau=tau if key != PLAIN else Estimate(1.0, 1.0, 1.0),
+        speedup=speedup,
+        conditional=[_mean(column) for column in columns],
+        tokens_per_second=_mean([group[key].rate.value for group in groups]),
+        ece=_mean([group[key].ece for group in groups]),
+    )
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -183,20 +238,20 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _differences(
     measured: Mapping[str, Mapping[str, Measured]], keys: Sequence[str], boot: Bootstrap
-) -> list[dict[str, Any]]:
+) -> list[MethodDifference]:
     """Return paired differences of τ between the first method and every other."""
-    found: list[dict[str, Any]] = []
+    found: list[MethodDifference] = []
     for key in keys[1:] if measured else []:
         pairs = {name: group[keys[0]].tau - group[key].tau for name, group in measured.items()}
         base = Sampled.mean([group[key].tau for group in measured.values()])
         macro = Sampled.mean(list(pairs.values()))
         found.append(
-            {
-                "first": keys[0],
-                "second": key,
-                "macro": macro.to_json(boot.confidence),
-                "relative": macro.value / base.value,
-                "suites": {name: difference.to_json(boot.confidence) for name, difference in pairs.items()},
-            }
+            MethodDifference(
+                first=keys[0],
+                second=key,
+                macro=macro.estimate(boot.confidence),
+                relative=macro.value / base.value,
+                suites={name: difference.estimate(boot.confidence) for name, difference in pairs.items()},
+            )
         )
     return found

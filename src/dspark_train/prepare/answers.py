@@ -10,14 +10,16 @@ from typing import Any, Literal
 
 from dspark_train.data.conversations import BadConversation, Conversation, Turn
 from dspark_train.errors import UserError
+from dspark_train.lists import Names
 
 
 @dataclass(frozen=True)
 class Regenerate:
     """How the target answers."""
 
-    servers: list[str] = field(default_factory=list)
-    """Addresses of OpenAI-compatible servers (http://host:port, without /v1); none: in this process."""
+    servers: list[str] | Names = field(default_factory=list)
+    """Addresses of OpenAI-compatible servers (http://host:port, without /v1), with commas between; none: in this
+    process."""
     model: str | None = None
     """Name that the servers know the target by; None asks them."""
     max_tokens: int = 2048

@@ -4,56 +4,66 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dspark_train.interchange.checkpoint import write_json
-from dspark_train.report.redaction import redact
-
-if TYPE_CHECKING:
-    from dspark_train.interchange.export import ExportResult
-    from dspark_train.interchange.temperature import SingleTemperature
-    from dspark_train.report.run_folder import RunFolder
+from dspark_train.report import results
+from dspark_train.report.suite_section import suites_section
+from dspark_train.report.tables import markdown_table
+from dspark_train.report.text import factor, maybe, mode_name
+from dspark_train.run import STS_FILE, Run
 
 RECIPE_SECTIONS = ("draft", "objective", "optimizer", "data", "trainer")
 """Sections of ``config.yaml`` that the card shows."""
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; a cell that is a pair shows its second part in parentheses."""
+@dataclass(frozen=True)
+class CardFacts:
+    """What the card says of an export."""
 
-    def cell(value: Any) -> str:
-        if isinstance(value, tuple):
-            return f"{value[0]} ({value[1]})" if len(value) > 1 else str(value[0])
-        return str(value).replace("|", "\\|").replace("\n", " ")
+    folder: Path
+    """That was written."""
+    target: str
+    """Name or path of the target."""
+    format: str
+    config: dict[str, Any]
+    """Of the exported draft, as written."""
+    notes: Sequence[str]
+    """What was rewritten for the engines."""
+    warnings: Sequence[str]
+    """Engines that cannot serve it, and why."""
+    commands: Sequence[str]
+    """How to serve it."""
+    equal_drafts: int
+    """Draft tokens that reading back gave again."""
+    logits_gap: float
+    """Largest difference of a logit after reading back."""
+    confidence_gap: float | None
+    """Largest difference of a confidence logit; None without a confidence head."""
+    folding: str = ""
+    """What folding one temperature into the confidence head costs, in words; empty where none was folded."""
 
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
 
-
-def model_card(
-    run: RunFolder, result: ExportResult, target: str, cost: SingleTemperature | None = None
-) -> str:
+def model_card(run: Run, exported: CardFacts) -> str:
     """Return the text of ``README.md``.
 
     Args:
         run: that the draft comes from.
-        result: of the export.
-        target: name or path of the target.
-        cost: what folding one temperature into the confidence head costs; None where none was folded.
+        exported: the export.
     """
     parts = [
-        _front_matter(result, target),
-        f"# DSpark draft for {target}",
-        _introduction(result, target),
-        _section("Serving", _serving(result)),
+        _front_matter(exported),
+        f"# DSpark draft for {exported.target}",
+        _introduction(exported),
+        _section("Serving", _serving(exported)),
         _section("Measured", _measured(run)),
         _section("Benchmark suites", _suites(run)),
-        _section("Confidence calibration", _calibration(run, result, cost)),
+        _section("Confidence calibration", _calibration(run, exported)),
         _section("Recipe", _recipe(run)),
         _section("Data", _data(run)),
-        _section("Plots", _plots(result.folder)),
+        _section("Plots", _plots(exported.folder)),
         _section("Made with", _made_with(run)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -63,10 +73,10 @@ def _section(title: str, body: str) -> str:
     return f"## {title}\n\n{body}" if body else ""
 
 
-def _front_matter(result: ExportResult, target: str) -> str:
-    base = "" if _is_path(target) else f"base_model: {target}\n"
+def _front_matter(exported: CardFacts) -> str:
+    base = "" if _is_path(exported.target) else f"base_model: {exported.target}\n"
     return (
-        f"---\nlibrary_name: {'speculators' if result.format == 'speculators' else 'transformers'}\n{base}"
+        f"---\nlibrary_name: {'speculators' if exported.format == 'speculators' else 'transformers'}\n{base}"
         "tags:\n- speculative-decoding\n- dspark\n- draft-model\n---"
     )
 
@@ -75,127 +85,122 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def _introduction(result: ExportResult, target: str) -> str:
-    config = result.config
+def _introduction(exported: CardFacts) -> str:
+    config = exported.config
     layers = config.get("transformer_layer_config", config)
     taps = config.get("target_layer_ids") or config.get("dflash_config", {}).get("target_layer_ids")
     if taps is None:
         taps = [tap - 1 for tap in config["aux_hidden_state_layer_ids"]]
     head = config.get("markov_head_type")
     sequential = f"{head} sequential head of rank {config['markov_rank']}" if head else "no sequential head"
-    confidence = "a confidence head" if config.get("enable_confidence_head") else "no confidence head"
+    scored = "a confidence head" if config.get("enable_confidence_head") else "no confidence head"
     depth = layers["num_hidden_layers"]
     read = "1 layer that reads" if depth == 1 else f"{depth} layers that read"
     lines = [
-        f"Proposes {config['block_size']} tokens a round for lossless speculative decoding of `{target}`: "
+        f"Proposes {config['block_size']} tokens a round for lossless speculative decoding of `{exported.target}`: "
         f"{read} the target's layers {', '.join(map(str, taps))} "
-        f"(counted from 0), {sequential}, {confidence}. "
-        f"Layout: {result.format}; weights: {config['dtype']}.",
-        *(f"- {note[:1].upper()}{note[1:]}." for note in result.notes),
+        f"(counted from 0), {sequential}, {scored}. "
+        f"Layout: {exported.format}; weights: {config['dtype']}.",
+        *(f"- {note[:1].upper()}{note[1:]}." for note in exported.notes),
     ]
-    gap = result.read_back
+    confidence = exported.confidence_gap
     lines.append(
-        f"\nRead back by an independent reader after writing: {gap.drafts} greedy draft tokens equal, logits "
-        "within "
-        f"{gap.logits:.1e}"
-        + (f", confidence logits within {gap.confidence:.1e}." if gap.confidence is not None else ".")
+        f"\nRead back by an independent reader after writing: {exported.equal_drafts} greedy draft tokens equal, "
+        f"logits within {exported.logits_gap:.1e}"
+        + (f", confidence logits within {confidence:.1e}." if confidence is not None else ".")
     )
     return "\n".join(lines)
 
 
-def _serving(result: ExportResult) -> str:
-    blocks = [f"```bash\n{command}\n```" for command in result.commands]
-    warnings = [f"- {warning}" for warning in result.warnings]
+def _serving(exported: CardFacts) -> str:
+    blocks = [f"```bash\n{command}\n```" for command in exported.commands]
+    warnings = [f"- {warning}" for warning in exported.warnings]
     return "\n\n".join([*blocks, "\n".join(warnings)] if warnings else blocks)
 
 
-def _measured(run: RunFolder) -> str:
-    from dspark_train.report import readers
-
-    modes = readers.modes(run.decode)
+def _measured(run: Run) -> str:
+    modes = results.decoded_modes(run)
     if not modes:
         return ""
-    rows = []
-    for mode in modes:
-        speed = "–" if mode.speedup is None else f"{mode.speedup:.2f}×"
-        rows.append((mode.name, f"{mode.tau:.3f}", speed, "–" if mode.prompts is None else mode.prompts))
+    names = [mode_name(mode.temperature) for mode in modes]
+    rows = [
+        (
+            name,
+            f"{mode.tau:.3f}",
+            "–" if mode.speedup is None else factor(mode.speedup.value),
+            maybe(mode.prompts, str),
+        )
+        for name, mode in zip(names, modes, strict=True)
+    ]
     parts = [
         "On held-out prompts of the run, with this project's decoder. τ: tokens per round, the target's own "
         "included.",
-        table(("sampling", "accepted length τ", "speedup over plain decoding", "prompts"), rows),
+        markdown_table(("sampling", "accepted length τ", "speedup over plain decoding", "prompts"), rows),
     ]
-    for mode in modes:
-        if mode.domain_tau:
-            parts.append(
-                table(
-                    ("domain", f"τ, {mode.name.lower()}"),
-                    [(d, f"{v:.3f}") for d, v in mode.domain_tau.items()],
-                )
-            )
-    positions = max((len(mode.conditional) for mode in modes), default=0)
+    for name, mode in zip(names, modes, strict=True):
+        if mode.domains:
+            lengths = [(domain, f"{part.tau:.3f}") for domain, part in mode.domains.items()]
+            parts.append(markdown_table(("domain", f"τ, {name.lower()}"), lengths))
+    shares = {name: mode.acceptance.conditional for name, mode in zip(names, modes, strict=True)}
+    positions = max(map(len, shares.values()))
     if positions:
-        header = ("acceptance, given all earlier", *(f"{k}" for k in range(1, positions + 1)))
-        reached = [["–" if v is None else f"{v:.3f}" for v in mode.conditional] for mode in modes]
-        parts.append(table(header, [(mode.name, *row) for mode, row in zip(modes, reached, strict=True)]))
+        header = ("acceptance, given all earlier", *map(str, range(1, positions + 1)))
+        parts.append(markdown_table(header, [(name, *map(_number, row)) for name, row in shares.items()]))
     return "\n\n".join(parts)
 
 
-def _suites(run: RunFolder) -> str:
-    from dspark_train.report.suite_section import suites_section
-
+def _suites(run: Run) -> str:
     parts = []
-    for name, summary in run.evaluations.items():
+    for name, summary in results.evaluations(run).items():
         section = suites_section(name, summary)
         if section is None:
             continue
         parts.append(section.lead)
         folded = [figure.table for figure in section.figures if figure.table is not None]
         parts += [
-            f"**{entry.caption}**\n\n{table(entry.header, entry.rows)}"
+            f"**{entry.caption}**\n\n" + markdown_table(entry.header, entry.rows, 1 + len(entry.text_columns))
             for entry in (*section.tables, *folded)
             if entry.rows
         ]
     return "\n\n".join(parts)
 
 
-def _calibration(run: RunFolder, result: ExportResult, cost: SingleTemperature | None) -> str:
-    from dspark_train.report import readers
-
+def _calibration(run: Run, exported: CardFacts) -> str:
     parts = []
-    for view in readers.calibration(run.calibration):
-        sampling = "greedy" if view.temperature == 0 else f"temperature {view.temperature:g}"
+    for report in results.calibrations(run):
+        sampling = mode_name(report.sampling_temperature or 0.0).lower()
+        columns = zip(
+            report.temperatures or [], report.ece_before, report.ece_after, report.auc, strict=False
+        )
         rows = [
-            (k, f"{t:.3f}", _share(before), _share(after), _number(auc))
-            for k, (t, before, after, auc) in enumerate(
-                zip(view.temperatures, view.ece_before, view.ece_after, view.auc, strict=False), start=1
-            )
+            (str(k), f"{t:.3f}", _share(before), _share(after), _number(auc))
+            for k, (t, before, after, auc) in enumerate(columns, start=1)
         ]
         header = ("position", "temperature", "ECE before", "ECE after", "ROC-AUC")
-        parts += [f"{view.rounds} held-out rounds, {sampling}.", table(header, rows)]
-    if parts and (result.folder / "calibration.json").is_file():
-        parts.append("`calibration.json` holds the temperatures in SGLang's form.")
-    if cost is not None:
-        parts.append(cost.sentence())
+        parts += [f"{report.rounds} held-out rounds, {sampling}.", markdown_table(header, rows)]
+    if parts and (exported.folder / STS_FILE).is_file():
+        parts.append(f"`{STS_FILE}` holds the temperatures in SGLang's form.")
+    if exported.folding:
+        parts.append(exported.folding)
     return "\n\n".join(parts)
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f} %"
+    return maybe(value, lambda share: f"{100 * share:.2f} %")
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return maybe(value, lambda number: f"{number:.3f}")
 
 
-def _recipe(run: RunFolder) -> str:
-    if not run.config:
-        return ""
+def _recipe(run: Run) -> str:
+    config = results.config(run)
     rows = []
     for section in RECIPE_SECTIONS:
-        settings = run.config.get(section)
+        settings = config.get(section)
         if isinstance(settings, dict):
-            rows += [(f"{section}.{key}", f"`{json.dumps(value)}`") for key, value in _flat(redact(settings))]
-    return table(("setting", "value"), rows) if rows else ""
+            rows += [(f"{section}.{key}", f"`{json.dumps(value)}`") for key, value in _flat(settings)]
+    return markdown_table(("setting", "value"), rows, 2) if rows else ""
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -210,12 +215,12 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def _data(run: RunFolder) -> str:
-    facts = run.run.get("data")
+def _data(run: Run) -> str:
+    facts = results.facts(run).get("data")
     if not isinstance(facts, dict):
         return ""
-    rows = [(key, value) for key, value in _flat(redact(facts))]
-    return table(("", ""), rows) if rows else ""
+    rows = [(key, str(value)) for key, value in _flat(facts)]
+    return markdown_table(("", ""), rows, 2) if rows else ""
 
 
 def _plots(folder: Path) -> str:
@@ -224,17 +229,18 @@ def _plots(folder: Path) -> str:
     )
 
 
-def _made_with(run: RunFolder) -> str:
-    versions = run.run.get("versions")
+def _made_with(run: Run) -> str:
+    facts = results.facts(run)
+    versions = facts.get("versions")
     parts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
-    if run.run.get("commit"):
-        parts.append(f"commit {run.run['commit']}")
+    if facts.get("commit"):
+        parts.append(f"commit {facts['commit']}")
     return ", ".join(parts)
 
 
-def copy_plots(run: Path, folder: Path) -> None:
+def copy_plots(run: Run, folder: Path) -> None:
     """Copy the run's plots beside the card."""
-    plots = sorted((run / "plots").glob("*.png"))
+    plots = sorted(run.plots_path.glob("*.png"))
     if plots:
         (folder / "plots").mkdir(exist_ok=True)
         for plot in plots:
@@ -247,4 +253,7 @@ def write_tokenizer(target: Any, folder: Path) -> None:
         target.tokenizer.save_pretrained(folder)
     settings = getattr(target.model, "generation_config", None)
     if settings is not None:
-        write_json(folder / "generation_config.json", json.loads(settings.to_json_string()))
+        content = json.dumps(
+            json.loads(settings.to_json_string()), indent=2, sort_keys=True, ensure_ascii=False
+        )
+        (folder / "generation_config.json").write_text(content + "\n", encoding="utf-8")

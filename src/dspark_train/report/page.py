@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -10,7 +11,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from dspark_train.report.charts import Series
+from dspark_train.report.pictures import Lines, Picture
+from dspark_train.report.svg import as_svg
 
 
 @dataclass(frozen=True)
@@ -39,32 +41,22 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Legend:
-    """One entry above a chart."""
-
-    label: str
-    classes: str
-    style: Markup | str = ""
-
-    @classmethod
-    def of(cls, series: Sequence[Series]) -> list[Legend]:
-        """Return the legend of the lines of a chart (none for a single one)."""
-        return (
-            [cls(s.label, s.classes, Markup(s.style)) for s in series if s.label] if len(series) > 1 else []
-        )
-
-
-@dataclass(frozen=True)
 class Figure:
-    """A chart with its title, legend, caption and the numbers behind it."""
+    """A picture with its caption and the numbers behind it."""
 
-    title: str
-    drawing: Markup
-    legend: Sequence[Legend] = ()
+    picture: Picture
     caption: str = ""
     table: Table | None = None
-    small: bool = False
-    """One of many small ones in a row."""
+
+    @property
+    def drawing(self) -> Markup:
+        """The picture as SVG."""
+        return as_svg(self.picture)
+
+    @property
+    def small(self) -> bool:
+        """Whether it is one of many small ones in a row."""
+        return isinstance(self.picture, Lines) and self.picture.square
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Section:
-    """A chapter of the page. Never built without content."""
+    """A chapter of the page. Never built without content.
+
+    A figure whose picture would show a single point is left out; its numbers become a table.
+    """
 
     key: str
     title: str
@@ -102,6 +97,17 @@ class Section:
     listing_title: str = ""
     source: str = ""
     """Files of the run that its numbers come from."""
+
+    @property
+    def drawn(self) -> list[Figure]:
+        """Its figures that show anything."""
+        return [figure for figure in self.figures if figure.picture.drawable]
+
+    @property
+    def listed(self) -> list[Table]:
+        """Its tables, and those of figures that are left out."""
+        lost = [f.table for f in self.figures if f.table is not None and not f.picture.drawable]
+        return [*self.tables, *(dataclasses.replace(table, folded=False) for table in lost)]
 
 
 @dataclass(frozen=True)

@@ -1,155 +1,138 @@
-"""Chapters about benchmark suites, from the tables that ``evaluate`` writes (layout: :mod:`.evaluate`)."""
+"""Chapters about benchmark suites, from what ``evaluate`` measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from dspark_train.errors import UserError
-from dspark_train.report.charts import Axis, Bar, Series, bar_chart, by_position, line_chart, percent
-from dspark_train.report.page import Figure, Legend, Section, Table
+from dspark_train.decoding.statistics import Estimate
+from dspark_train.evaluation.summary import PLAIN, EvaluationResult, MethodResult, SamplingResult
+from dspark_train.report import figures
+from dspark_train.report.page import Figure, Section, Table
+from dspark_train.report.pictures import Bar
+from dspark_train.report.tables import Cell
 from dspark_train.report.text import factor, fixed, share_or_dash, signed
 
 
-def suites_section(name: str, summary: dict[str, Any]) -> Section | None:
-    """Accepted length and speedup by suite and method, with intervals; None for a table without results."""
-    if not summary.get("results"):
+def suites_section(name: str, evaluation: EvaluationResult) -> Section | None:
+    """Accepted length and speedup by suite and method, with intervals; None for one without results."""
+    if not evaluation.results:
         return None
-    try:
-        return _section(name, summary)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"evaluation/{name}.json is not laid out as this version writes it ({error!r}); make it again"
-        ) from error
-
-
-def _section(name: str, summary: dict[str, Any]) -> Section:
-    labels = {method["key"]: method["label"] for method in summary["methods"]}
+    labels = evaluation.labels
     tables: list[Table] = []
-    figures: list[Figure] = []
-    for result in summary["results"]:
-        mode = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
-        drafted = [key for key in labels if key in result["macro"] and key != "plain"]
-        tables.append(_tau_table(result, labels, drafted, mode))
-        speed = [key for key in drafted if result["macro"][key].get("speedup")]
-        if speed:
-            tables.append(_speed_table(result, labels, speed, mode))
-        if any(result["macro"][key].get("ece") is not None for key in drafted):
+    lengths: list[Figure] = []
+    positions: list[Figure] = []
+    for result in evaluation.results:
+        mode = figures.sampled(result.temperature)
+        drafted = [key for key in labels if key in result.macro and key != PLAIN]
+        header = ["Suite", "Domain", *(labels[key] for key in drafted)]
+        rows = _rows(result, drafted, lambda cell: estimate(cell.tau))
+        tables.append(Table(f"Accepted length τ, {mode}", header, rows, text_columns=(1,)))
+        timed = [key for key in drafted if result.macro[key].speedup]
+        if timed:
+            header = ["Suite", "Domain", *(labels[key] for key in timed)]
+            rows = _rows(result, timed, lambda cell: estimate(cell.speedup, factor))
+            tables.append(Table(f"Speedup over plain decoding, {mode}", header, rows, text_columns=(1,)))
+        if any(result.macro[key].ece is not None for key in drafted):
             tables.append(_calibration_table(result, labels, drafted, mode))
-        if result.get("differences"):
+        if result.differences:
             tables.append(_difference_table(result, labels, mode))
-        if len(drafted) > 1:
-            figures.append(_macro_figure(result, labels, drafted, mode))
-        figures.append(_position_figure(result, labels, drafted, mode))
-    count = sum(suite["prompts"] for suite in summary["results"][0]["suites"].values())
+        lengths.append(_macro_figure(result, labels, drafted, mode))
+        positions.append(_position_figure(result, labels, drafted, mode))
+    count = sum(suite.prompts for suite in evaluation.results[0].suites.values())
     lead = (
         f"{count} prompts; every method decodes the same ones. "
-        f"Intervals are {100 * summary['settings']['confidence']:g} % bootstrap intervals over prompts."
+        f"Intervals are {100 * evaluation.settings['confidence']:g} % bootstrap intervals over prompts."
     )
-    key = "suites" if name == "suites" else f"suites-{name}"
-    title = "Benchmark suites" if name == "suites" else f"Benchmark suites: {name}"
     return Section(
-        key,
-        title,
+        "suites" if name == "suites" else f"suites-{name}",
+        "Benchmark suites" if name == "suites" else f"Benchmark suites: {name}",
         lead,
         "Suites" if name == "suites" else name,
-        figures,
+        [*lengths, *positions],
         tables,
         source=f"evaluation/{name}.json",
     )
 
 
-def estimate(value: dict[str, Any] | None, text: Callable[[float], str] = fixed) -> str | tuple[str, str]:
+def estimate(value: Estimate | None, text: Callable[[float], str] = fixed) -> Cell:
     """Return an estimate and its interval as a table shows them: 2.31, (2.20 to 2.42)."""
-    if not value or value["value"] is None:
+    if value is None or value.value is None:
         return "–"
-    if value.get("low") is None:
-        return text(value["value"])
-    return text(value["value"]), f"{fixed(value['low'])} to {fixed(value['high'])}"
+    if value.low is None or value.high is None:
+        return text(value.value)
+    return text(value.value), f"{fixed(value.low)} to {fixed(value.high)}"
 
 
 def _rows(
-    result: dict[str, Any], keys: list[str], name: str, text: Callable[[float], str]
-) -> list[list[Any]]:
-    rows = [
-        [suite, entry["domain"], *(estimate(entry["methods"].get(key, {}).get(name), text) for key in keys)]
-        for suite, entry in result["suites"].items()
+    result: SamplingResult, keys: Sequence[str], write: Callable[[MethodResult], Cell]
+) -> list[list[Cell]]:
+    """One row a suite, a domain that several suites share, and the average over suites."""
+
+    def cells(methods: dict[str, MethodResult]) -> list[Cell]:
+        return [write(methods[key]) if key in methods else "–" for key in keys]
+
+    rows: list[list[Cell]] = [
+        [name, suite.domain, *cells(suite.methods)] for name, suite in result.suites.items()
     ]
     rows += [
-        [f"all {domain}", "", *(estimate(entry["methods"].get(key, {}).get(name), text) for key in keys)]
-        for domain, entry in (result.get("domains") or {}).items()
-        if sum(suite["domain"] in (domain, "mixed") for suite in result["suites"].values()) > 1
+        [f"all {domain}", "", *cells(group.methods)]
+        for domain, group in result.domains.items()
+        if sum(suite.domain in (domain, "mixed") for suite in result.suites.values()) > 1
     ]
-    if len(result["suites"]) > 1:
-        rows.append(["macro average", "", *(estimate(result["macro"][key].get(name), text) for key in keys)])
+    if len(result.suites) > 1:
+        rows.append(["macro average", "", *cells(result.macro)])
     return rows
 
 
-def _tau_table(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Table:
-    header = ["Suite", "Domain", *(labels[key] for key in keys)]
-    return Table(f"Accepted length τ, {mode}", header, _rows(result, keys, "tau", fixed), text_columns=(1,))
-
-
-def _speed_table(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Table:
-    header = ["Suite", "Domain", *(labels[key] for key in keys)]
-    rows = _rows(result, keys, "speedup", factor)
-    return Table(f"Speedup over plain decoding, {mode}", header, rows, text_columns=(1,))
-
-
-def _calibration_table(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Table:
-    shown = [key for key in keys if result["macro"][key].get("ece") is not None]
+def _calibration_table(
+    result: SamplingResult, labels: dict[str, str], keys: Sequence[str], mode: str
+) -> Table:
+    shown = [key for key in keys if result.macro[key].ece is not None]
+    groups = [(name, suite.domain, suite.methods) for name, suite in result.suites.items()]
+    if len(groups) > 1:
+        groups.append(("macro average", "", result.macro))
     rows = [
-        [suite, entry["domain"], *(share_or_dash(entry["methods"].get(key, {}).get("ece")) for key in shown)]
-        for suite, entry in result["suites"].items()
+        [name, domain, *(share_or_dash(methods[key].ece if key in methods else None) for key in shown)]
+        for name, domain, methods in groups
     ]
-    if len(rows) > 1:
-        rows.append(["macro average", "", *(share_or_dash(result["macro"][key]["ece"]) for key in shown)])
     header = ["Suite", "Domain", *(labels[key] for key in shown)]
     return Table(f"Calibration error of the confidences (ECE), {mode}", header, rows, text_columns=(1,))
 
 
-def _difference_table(result: dict[str, Any], labels: dict[str, str], mode: str) -> Table:
+def _difference_table(result: SamplingResult, labels: dict[str, str], mode: str) -> Table:
     rows = [
-        [
-            f"{labels[d['first']]} − {labels[d['second']]}",
-            estimate(d["macro"], signed),
-            f"{100 * d['relative']:+.1f} %",
-        ]
-        for d in result["differences"]
+        [f"{labels[d.first]} − {labels[d.second]}", estimate(d.macro, signed), f"{100 * d.relative:+.1f} %"]
+        for d in result.differences
     ]
     return Table(
         f"Paired differences of τ, macro average, {mode}", ["Methods", "Difference", "Relative"], rows
     )
 
 
-def _macro_figure(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Figure:
-    bars = []
-    for colour, key in enumerate(keys):
-        tau = result["macro"][key]["tau"]
-        bars.append(Bar(labels[key], tau["value"], colour, tau["low"], tau["high"]))
-    title = f"Accepted length τ, macro average, {mode}"
-    drawing = bar_chart(title, "One bar a method, with its interval", bars, text=fixed, start=0.0)
-    return Figure(title, drawing, caption="Plain decoding is 1 by definition.")
-
-
-def _position_figure(result: dict[str, Any], labels: dict[str, str], keys: list[str], mode: str) -> Figure:
-    series = [
-        Series(labels[key], by_position(result["macro"][key]["conditional"]), colour, markers=True)
+def _macro_figure(result: SamplingResult, labels: dict[str, str], keys: Sequence[str], mode: str) -> Figure:
+    bars = [
+        Bar(labels[key], tau.value, colour, tau.low, tau.high)
         for colour, key in enumerate(keys)
+        if (tau := result.macro[key].tau).value is not None
     ]
-    longest = max(len(line.points) for line in series)
+    title = f"Accepted length τ, macro average, {mode}"
+    return Figure(figures.lengths(title, bars), "Plain decoding is 1 by definition.")
+
+
+def _position_figure(
+    result: SamplingResult, labels: dict[str, str], keys: Sequence[str], mode: str
+) -> Figure:
+    shares = {labels[key]: result.macro[key].conditional for key in keys}
+    longest = max(map(len, shares.values()), default=0)
     title = f"Acceptance by position, given all earlier ones, {mode}"
-    x_axis = Axis("Draft position", low=0.5, high=longest + 0.5, ticks=tuple(range(1, longest + 1)))
-    y_axis = Axis("", low=0.0, high=1.0, ticks=(0, 0.25, 0.5, 0.75, 1.0), text=percent)
-    drawing = line_chart(title, "Averaged over suites", series, x_axis, y_axis)
-    groups = [(suite, entry["methods"]) for suite, entry in result["suites"].items()]
+    groups = [(name, suite.methods) for name, suite in result.suites.items()]
     if len(groups) > 1:
-        groups.append(("macro average", result["macro"]))
+        groups.append(("macro average", result.macro))
     rows = []
     for key in keys:
-        for group, cells in groups:
-            shares = [share_or_dash(value) for value in cells.get(key, {}).get("conditional", [])]
-            rows.append([labels[key], group, *shares, *["–"] * (longest - len(shares))])
+        for group, methods in groups:
+            known = [share_or_dash(value) for value in (methods[key].conditional if key in methods else [])]
+            rows.append([labels[key], group, *known, *["–"] * (longest - len(known))])
     header = ["", "Suite", *map(str, range(1, longest + 1))]
     table = Table(title, header, rows, folded=True, text_columns=(1,))
-    return Figure(title, drawing, Legend.of(series), "Averaged over suites.", table)
+    return Figure(figures.suite_positions(title, shares), "Averaged over suites.", table)

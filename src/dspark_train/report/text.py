@@ -10,6 +10,27 @@ def fixed(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}"
 
 
+def one_decimal(value: float) -> str:
+    """Write a number with one decimal."""
+    return fixed(value, 1)
+
+
+def plain_number(value: float) -> str:
+    """Write a number with as few characters as keep it honest: 1200 → 1,200, 0.5 → 0.5, 1e-5 → 1e-05."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) < 1e-3:
+        return f"{value:.0e}"
+    return f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    """Write a share of one as a percentage."""
+    return f"{100 * value:.4g} %"
+
+
 def share(value: float, digits: int = 1) -> str:
     """Write a share of one as a percentage (narrow no-break space before the sign)."""
     return f"{100 * value:.{digits}f}\u202f%"

@@ -6,22 +6,22 @@ R  decoding rounds      γ  block size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dspark_train.calibration.selection import select_rounds
 from dspark_train.calibration.sts import conditional
+from dspark_train.decoding.acceptance import require_rounds
 from dspark_train.decoding.policies import OnlineThreshold, Policy, Threshold
 from dspark_train.structures import DecodingTrace
 from dspark_train.studies.drift import STEP
-from dspark_train.studies.rounds import THRESHOLDS, drifting_load, require_rounds
+from dspark_train.studies.rounds import THRESHOLDS, OfRounds, drifting_load
 
 
 @dataclass(frozen=True)
-class ThresholdPoint:
+class ThresholdDriftPoint:
     """One stretch of the traffic."""
 
     phase: str
@@ -40,8 +40,8 @@ class ThresholdPoint:
     """The online threshold at the stretch's end."""
 
 
-@dataclass(frozen=True)
-class ThresholdDrift:
+@dataclass(frozen=True, kw_only=True)
+class ThresholdDriftStudy(OfRounds):
     """A frozen and an online threshold, both begun where the first domain's rounds accept the wanted share."""
 
     wanted: float
@@ -52,11 +52,7 @@ class ThresholdDrift:
     """Domain that the traffic begins with: the one accepted most."""
     second: str
     """Domain that follows: the one accepted least."""
-    points: list[ThresholdPoint]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+    points: list[ThresholdDriftPoint]
 
 
 def threshold_drift(
@@ -66,7 +62,7 @@ def threshold_drift(
     sts: Sequence[float] | None = None,
     *,
     stretch: int = 400,
-) -> ThresholdDrift | None:
+) -> ThresholdDriftStudy | None:
     """Let the easiest domain's held-out traffic give way to the hardest domain's, under both thresholds.
 
     Args:
@@ -90,7 +86,7 @@ def threshold_drift(
     (first, fitting, _), (second, _, _) = phases
     start = _threshold_for(wanted, fitting, sts)
     frozen, online = Threshold(start), OnlineThreshold(wanted, start)
-    points: list[ThresholdPoint] = []
+    points: list[ThresholdDriftPoint] = []
     seen = 0
     for phase, _, traffic in phases:
         total = len(traffic.request)
@@ -109,7 +105,7 @@ def threshold_drift(
                 ends.pop(0)
                 (fixed, fixed_kept), (moved, moved_kept) = sums.tolist()
                 points.append(
-                    ThresholdPoint(
+                    ThresholdDriftPoint(
                         phase=phase,
                         rounds=seen + done,
                         frozen=fixed_kept / fixed if fixed else None,
@@ -121,7 +117,7 @@ def threshold_drift(
                 )
                 sums, begun = torch.zeros(2, 2), done
         seen += total
-    return ThresholdDrift(wanted, start, first, second, points)
+    return ThresholdDriftStudy(wanted=wanted, start=start, first=first, second=second, points=points)
 
 
 def _threshold_for(wanted: float, rounds: DecodingTrace, sts: Sequence[float] | None) -> float:

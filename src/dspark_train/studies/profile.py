@@ -10,12 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import ActiveRun, Decoder
-from dspark_train.decoding.policies import FixedLength, OneBlock
+from dspark_train.decoding.policies import ONLINE, FixedLength, OneBlock, Policy, parse_policy
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -241,6 +242,41 @@ def measure_costs(
     for turn in range(turns):
         profiler.sweep(repetitions // turns + (turn < repetitions % turns))
     return profiler.table()
+
+
+def measured_policy(
+    target: FrozenTarget, draft: DSparkDraft, text: str, costs: Path | None, batch_size: int
+) -> tuple[Policy, str]:
+    """The policy that ``text`` names, and its full name; a scheduler measures its costs where there are none.
+
+    Args:
+        target: frozen target.
+        draft: its draft; ``auto`` schedules where it has a confidence head, else verifies whole blocks.
+        text: ``auto``, or as for :func:`parse_policy`.
+        costs: cost table of a scheduler; None measures it on the spot.
+        batch_size: requests decoded at once.
+    """
+    name = text.removesuffix(ONLINE)
+    if name == "auto":
+        if draft.confidence_head is None:
+            return FixedLength(), "fixed"
+        name, text = "scheduled", text.replace("auto", "scheduled")
+    if name not in ("scheduled", "asynchronous"):
+        return parse_policy(text), text
+    return parse_policy(text, costs or costs_now(target, draft, batch_size)), text
+
+
+def costs_now(target: FrozenTarget, draft: DSparkDraft, batch_size: int) -> CostTable:
+    """Costs measured on the spot, as far as a batch of this size needs them."""
+    table = measure_costs(
+        target,
+        draft,
+        max_rows=batch_size * (draft.config.block_size + 1),
+        requests=(batch_size,),
+        context=min(128, (target.context_length or 1024) // 4),
+        repetitions=10,
+    )
+    return table.monotone()
 
 
 def _shapes(max_rows: int, slots: int) -> Iterator[tuple[int, int]]:

@@ -13,18 +13,18 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark_train.calibration.online import OnlineSts
 from dspark_train.calibration.sts import conditional
+from dspark_train.decoding.acceptance import require_rounds
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
-from dspark_train.studies.rounds import require_rounds
+from dspark_train.studies.rounds import OfRounds
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of concurrent requests of the study."""
@@ -66,7 +66,6 @@ def standard_policies(costs: CostTable, block_size: int, threshold: float) -> li
 class LoadPoint:
     """One policy at one number of concurrent requests."""
 
-    policy: str
     requests: int
     throughput: float
     """Tokens per second, all requests together."""
@@ -85,6 +84,22 @@ class LoadPoint:
     seconds_per_round: float
     extrapolated: bool
     """Some pass had more rows than the cost table's largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStudy(OfRounds):
+    """Throughput against per-user speed, by verification policy."""
+
+    block_size: int = 0
+    """γ."""
+    context: int = 0
+    """Tokens of context at which costs were measured."""
+    machine: str = ""
+    """That costs were measured on."""
+    measured_rows: int = 0
+    """Largest pass of the cost table."""
+    policies: dict[str, list[LoadPoint]]
+    """Points by the policy's name, in the order of concurrent requests."""
 
 
 class Replay:
@@ -239,12 +254,12 @@ def simulate_point(
     if requests < 1:
         raise UserError(f"simulate: the number of concurrent requests must be at least 1, got {requests}")
     if named.policy is None:
-        return _plain_point(named.name, costs, requests)
+        return _plain_point(costs, requests)
     require_rounds(trace, confidences=named.policy.needs_confidence)
     steps = steps or max(LEAST_STEPS, math.ceil(LEAST_ROUNDS / requests))
     policy = copy.deepcopy(named.policy)  # one that has learnt nothing yet
     played = play(Replay(trace, sts, requests), policy, steps)
-    return _point(named.name, costs, requests, played)
+    return _point(costs, requests, played)
 
 
 def simulate_queue(
@@ -282,12 +297,11 @@ def simulate_queue(
     return tokens, seconds, tokens
 
 
-def _point(name: str, costs: CostTable, requests: int, played: Steps) -> LoadPoint:
+def _point(costs: CostTable, requests: int, played: Steps) -> LoadPoint:
     seconds, rows = played.seconds(costs), played.verified + played.active
     throughput, error = _ratio(played.tokens, seconds)
     total, checked, rounds = int(played.tokens.sum()), int(played.verified.sum()), int(played.active.sum())
     return LoadPoint(
-        policy=name,
         requests=requests,
         throughput=throughput,
         throughput_error=error,
@@ -306,11 +320,10 @@ def _plain_seconds(costs: CostTable, requests: int) -> float:
     return float(costs.single_row_seconds(count) + costs.step_overhead_seconds(count))
 
 
-def _plain_point(name: str, costs: CostTable, requests: int) -> LoadPoint:
+def _plain_point(costs: CostTable, requests: int) -> LoadPoint:
     seconds = _plain_seconds(costs, requests)
     largest = costs.requests[-1] if costs.single_row_seconds_median else costs.max_rows
     return LoadPoint(
-        policy=name,
         requests=requests,
         throughput=requests / seconds,
         throughput_error=0.0,
@@ -340,18 +353,13 @@ def simulate(
     *,
     sts: Sequence[float] | None = None,
     steps: int | None = None,
-) -> list[LoadPoint]:
-    """Simulate every policy at every number of concurrent requests; arguments as :func:`simulate_point`."""
-    return [
-        simulate_point(trace, costs, named, count, sts=sts, steps=steps)
+) -> dict[str, list[LoadPoint]]:
+    """Simulate every policy at every number of concurrent requests; arguments as :func:`simulate_point`.
+
+    Returns:
+        The points of each policy by its name, in the order of ``requests``.
+    """
+    return {
+        named.name: [simulate_point(trace, costs, named, count, sts=sts, steps=steps) for count in requests]
         for named in policies
-        for count in requests
-    ]
-
-
-def points_to_json(points: Sequence[LoadPoint]) -> dict[str, list[dict[str, Any]]]:
-    """The points of each policy, in their order."""
-    content: dict[str, list[dict[str, Any]]] = {point.policy: [] for point in points}
-    for point in points:
-        content[point.policy].append({key: value for key, value in vars(point).items() if key != "policy"})
-    return content
+    }

@@ -24,6 +24,8 @@ class Command:
     """``module:function``, imported when the command runs."""
     summary: str
     group: str
+    own_parser: bool = False
+    """The function takes the words of the command line, the command's name first; else a dataclass of options."""
 
 
 COMMANDS = {
@@ -36,31 +38,44 @@ COMMANDS = {
     "prepare stats": Command(
         "dspark_train.cli.prepare:stats", "lengths, masks, anchors, drops, cost of an epoch", "Data"
     ),
-    "plan": Command("dspark_train.cli.plan:main", "what a recipe will need, from configs alone", "Training"),
+    "plan": Command(
+        "dspark_train.cli.plan:main",
+        "what a recipe will need, from configs alone",
+        "Training",
+        own_parser=True,
+    ),
     "fit": Command(
-        "dspark_train.cli.fit:main", "train a draft; then calibrate, decode and report", "Training"
+        "dspark_train.cli.fit:main",
+        "train a draft; then calibrate, decode and report",
+        "Training",
+        own_parser=True,
     ),
     "validate": Command(
-        "dspark_train.cli.fit:main", "the training metrics on held-out conversations", "Training"
+        "dspark_train.cli.fit:main",
+        "the training metrics on held-out conversations",
+        "Training",
+        own_parser=True,
     ),
     "calibrate": Command("dspark_train.cli.calibrate:calibrate", "fit the temperatures of a run", "A run"),
     "decode": Command("dspark_train.cli.decode:decode", "plain against speculative decoding", "A run"),
-    "export": Command("dspark_train.cli.exchange:export", "write the draft for vLLM or SGLang", "A run"),
-    "report": Command("dspark_train.cli.evaluate:report", "one HTML page about one or more runs", "A run"),
+    "export": Command("dspark_train.cli.export:export", "write the draft for vLLM or SGLang", "A run"),
+    "report": Command("dspark_train.cli.report:report", "one HTML page about one or more runs", "A run"),
     "evaluate": Command(
         "dspark_train.cli.evaluate:evaluate", "accepted length and speedup by suite", "Studies"
     ),
     "ablate": Command(
-        "dspark_train.cli.evaluate:ablate", "train a small grid of recipes and compare", "Studies"
+        "dspark_train.cli.ablate:ablate", "train a small grid of recipes and compare", "Studies"
     ),
-    "profile": Command("dspark_train.cli.decode:profile", "time target steps against batch size", "Studies"),
+    "profile": Command("dspark_train.cli.profile:profile", "time target steps against batch size", "Studies"),
     "studies": Command(
         "dspark_train.cli.studies:studies", "threshold sweep, acceptance, reliability", "Studies"
     ),
-    "simulate": Command("dspark_train.cli.studies:simulate", "throughput under load, by policy", "Studies"),
-    "import": Command("dspark_train.cli.exchange:import_draft", "read a draft made elsewhere", "Exchange"),
+    "simulate": Command("dspark_train.cli.simulate:simulate", "throughput under load, by policy", "Studies"),
+    "import": Command(
+        "dspark_train.cli.import_draft:import_draft", "read a draft made elsewhere", "Exchange"
+    ),
     "serve-check": Command(
-        "dspark_train.cli.exchange:serve_check", "measured against served acceptance", "Exchange"
+        "dspark_train.cli.serve_check:serve_check", "measured against served acceptance", "Exchange"
     ),
 }
 """Every command, in the order of the help."""
@@ -89,14 +104,6 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-def nearest(word: str, words: Sequence[str]) -> str:
-    """A hint that names the closest of ``words``, or an empty string."""
-    import difflib
-
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def run(arguments: Sequence[str]) -> None:
     """Run one command line."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -110,16 +117,23 @@ def run(arguments: Sequence[str]) -> None:
         name, rest = f"{name} {rest[0]}", rest[1:]
     if rest and f"{name} {rest[0]}" in COMMANDS:
         name = f"{name} {rest.pop(0)}"
-    if name not in COMMANDS:
+    command = COMMANDS.get(name)
+    if command is None:
+        from dspark_train.cli.parsing import nearest
+
         raise UserError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}; --help lists the commands")
     quiet_libraries()
     bound_memory()
-    if name in ("fit", "validate", "plan"):
-        resolve(COMMANDS[name])([name, *rest])
-        return
-    from dspark_train.cli.parsing import run_command
+    if not command.own_parser:
+        from dspark_train.cli.parsing import run_command
 
-    run_command(resolve(COMMANDS[name]), rest, name)
+        run_command(resolve(command), rest, name)
+    elif rest in (["--help"], ["-h"]):
+        from dspark_train.cli.kept_help import help_of
+
+        print(help_of(name, lambda: resolve(command)([name, "--help"])), end="")
+    else:
+        resolve(command)([name, *rest])
 
 
 def quiet_libraries() -> None:
