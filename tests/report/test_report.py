@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dspark_train.errors import UserError
+from dspark_train.machine import Choice
 from dspark_train.report import pictures, text
 from dspark_train.report.comparison_page import comparison_page, flatten, labels, write_comparison
 from dspark_train.report.learning_figures import smooth, thin
@@ -278,3 +279,18 @@ def test_numbers_as_text() -> None:
     assert text.quantity(14_213_633) == "14.2 million"
     assert text.share(0.0123) == "1.2\u202f%"
     assert text.signed(-0.5) == "−0.50"
+
+
+def test_a_page_says_what_was_chosen_for_the_machine_and_what_the_time_allowed(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    choice = Choice("training (188 rows of 576)", "float32", {"float32": 10.0, "bfloat16": 55.0})
+    Run(folder).update(
+        steps={"made": 599, "recipe": 1100, "minutes": 25.0}, chosen={choice.purpose: choice.to_json()}
+    )
+    page = render(run_page(Run(folder)))
+    assert "of the recipe's 1,100: 25 minutes allow no more on this machine".replace("'", "&#39;") in page
+    assert "Chosen here for training (188 rows of 576)" in page
+    assert "float32 (5.5 times as fast as bfloat16)" in page

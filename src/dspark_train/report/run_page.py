@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark_train.decoding.measure import ModeResult
 from dspark_train.files import read_result
+from dspark_train.machine import Choice
 from dspark_train.report import results, sections, study_sections, text
 from dspark_train.report.page import Fact, Page, Section, write
 from dspark_train.report.suite_section import suites_section
@@ -128,7 +129,13 @@ def _steps_note(run: Run) -> str:
         (curve[-1][0] for name, curve in run.metrics.items() if name.startswith("train/") and curve),
         default=None,
     )
-    return f"{last + 1:,.0f} steps" if last else ""  # steps are counted from 0 there
+    if not last:
+        return ""
+    made = f"{last + 1:,.0f} steps"  # counted from 0 there
+    steps = results.facts(run).get("steps", {})
+    if steps.get("minutes") and steps["made"] < steps["recipe"]:
+        made += f" of the recipe's {steps['recipe']:,}: {steps['minutes']:g} minutes allow no more on this machine"
+    return made
 
 
 def _kicker(run: Run) -> str:
@@ -190,4 +197,7 @@ def settings(run: Run) -> list[tuple[str, str]]:
             node = node.get(part) if isinstance(node, dict) else None
         if node is not None:
             found.append((label, write_value(node)))
+    for content in results.facts(run).get("chosen", {}).values():
+        label, _, said = str(Choice.from_json(content)).partition(": ")
+        found.append((f"Chosen here for {label}", said))
     return found
