@@ -139,6 +139,34 @@ def test_plans_grow_with_the_time_and_never_leave_the_recipe(
     assert longer <= 1000
 
 
+def test_states_that_a_validation_computes_are_no_part_of_a_steps_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second a step, three for each of 40 samples once, and for each of 6 held-out ones at the first validation."""
+    clock = Clock(monkeypatch, step=1.0)
+    original, paces = FeatureCache._run, []
+
+    def slow(self: FeatureCache, batch: Any) -> Any:
+        clock.now += 3.0 * len(batch)
+        return original(self, batch)
+
+    monkeypatch.setattr(FeatureCache, "_run", slow)
+    monkeypatch.setattr("dspark_train.training.feature_cache.time.perf_counter", lambda: clock.now)
+    plan = TimeBudget.plan
+    monkeypatch.setattr(TimeBudget, "plan", lambda self, *a: (paces.extend(self._paces), plan(self, *a))[1])
+    trainer = tiny.tiny_trainer(
+        tmp_path,
+        max_steps=60,
+        limit_val_batches=1,
+        val_check_interval=15,
+        check_val_every_n_epoch=None,
+        callbacks=[CacheFeatures(str(tmp_path / "cache")), clock, TimeBudget(1000)],
+    )
+    tiny.fit(tiny.tiny_module(), tiny.TinyData(40), trainer)
+    assert trainer.global_step == 60
+    assert paces == pytest.approx([1.0] * len(paces))
+
+
 def test_with_a_cache_the_first_epoch_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock on which only the target's passes take time: 40 samples once, then steps for nothing."""
     clock = Clock(monkeypatch, step=0.0)

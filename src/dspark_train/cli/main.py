@@ -162,6 +162,7 @@ def reader_left() -> bool:
 
 def main() -> None:
     """Entry point: one clear line and status 2 for what the user can fix."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries; ours say what they say
     try:
         run(sys.argv[1:])
     except UserError as error:

@@ -74,11 +74,13 @@ class TimeBudget(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation is no part of a step's pace."""
-        self._validation_began = time.monotonic()
+        self._validation_began, self._filled_before = time.monotonic(), _filling(pl_module).seconds
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what a validation takes, and when the next one is due."""
         took = time.monotonic() - self._validation_began
+        step, begun, filled = self._last  # what validation computed is part of the pause already
+        self._last = step, begun, filled + _filling(pl_module).seconds - self._filled_before
         self._validation_seconds, self._paused = took, self._paused + took
         self._validations += 1
         if trainer.training and self.planned:
@@ -94,7 +96,7 @@ class TimeBudget(Callback):
             return
         module: Any = pl_module
         spent = time.monotonic() - begun - self._paused - (_filling(module).seconds - filled)
-        self._paces = [*self._paces[-_RECENT + 1 :], spent / (step - begun_step)]
+        self._paces = [*self._paces[-_RECENT + 1 :], max(0.0, spent) / (step - begun_step)]
         self._mark(trainer, pl_module)
         steps = trainer.strategy.broadcast(self.plan(trainer, module))
         self._apply(trainer, pl_module, int(steps))
