@@ -144,3 +144,12 @@ def test_too_little_memory_or_disk_is_said_before_anything_is_loaded(
     monkeypatch.setattr(fit.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match=r"the disk of .* has 0.0 GiB free: choose another run.folder"):
         fit.check_resources(config)
+
+
+@pytest.mark.parametrize("given", ["decode,report", "[decode, report]"])
+def test_stages_after_training_are_a_list_in_either_form(tmp_path: Path, given: str) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
+    words = ["--config", str(tmp_path / "tiny.yaml"), "--trainer.accelerator=gpu"]
+    assert list(parse_recipe([*words, f"--run.after={given}"]).run.after) == ["decode", "report"]
+    with pytest.raises(UserError, match=r"stages \(calibrate, decode, report\) with commas between"):
+        parse_recipe([*words, "--run.after=decod"])
