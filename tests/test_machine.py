@@ -149,20 +149,43 @@ def test_a_library_that_rounds_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert "rounds" in choice.reason
 
 
+def test_a_remembered_library_that_rounds_here_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen on another processor."""
+    machine.decide(Choice("float32 products", "oneDNN", {"BLAS": 2.0, "oneDNN": 1.0}))
+    assert machine.choose_library().name == "oneDNN" or "rounds" in machine.choose_library().reason
+    monkeypatch.setattr(machine, "_EXACT", 0.0)
+    machine.decide(Choice("float32 products", "oneDNN", {"BLAS": 2.0, "oneDNN": 1.0}))
+    assert machine.choose_library().name == "BLAS"
+
+
 def test_shapes_are_read_from_any_config() -> None:
     full = SimpleNamespace(
         hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16
     )
     assert LayerShape.of(full) == SHAPE
     assert LayerShape.of(SimpleNamespace(hidden_size=128)) == LayerShape(128, 512, 2, 2, 64)
+    lists = SimpleNamespace(hidden_size=128, intermediate_size=[64, 256], num_key_value_heads=[1, 2])
+    assert LayerShape.of(lists) == LayerShape(128, 256, 2, 2, 64)
 
 
 def test_a_containers_quota_bounds_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     files = {"/sys/fs/cgroup/cpu.max": "200000 100000"}
-    monkeypatch.setattr(machine, "_first_line", lambda path: files.get(path, ""))
+    monkeypatch.setattr(machine, "_content", lambda path: files.get(path, ""))
     assert machine.usable_cores() == 2
     files["/sys/fs/cgroup/cpu.max"] = "max 100000"
     assert machine.usable_cores() == 64
     files |= {"/sys/fs/cgroup/memory.max": "5000000", "/sys/fs/cgroup/memory.current": "2000000"}
     assert machine.free_memory() == 3_000_000
+    files["/sys/fs/cgroup/memory.stat"] = "anon 900000\ninactive_file 400000\nactive_file 100000"
+    assert machine.free_memory() == 3_500_000
+    files.clear()
+    files |= {
+        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000",
+        "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+    }
+    files |= {
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "70",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "30",
+    }
+    assert (machine.usable_cores(), machine.free_memory()) == (3, 40)

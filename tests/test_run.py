@@ -135,3 +135,19 @@ def test_an_unfinished_run_of_the_same_config_goes_on(tmp_path: Path) -> None:
     config.overwrite = True
     assert open_run(config, resolved) is None
     assert not Run(tmp_path / "run").finished
+
+
+def test_an_unfinished_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """One that lacks an option, or has one that is gone; but not one whose values differ."""
+    config = RunConfig(folder=str(tmp_path / "run"))
+    before = {"run": {"save_every": 5, "gone": 1, "options": {}}, "data": {"template": None}}
+    now = {"run": {"save_every": 5, "minutes": None, "options": {}}, "data": {"template": None}}
+    assert open_run(config, before) is None
+    assert open_run(config, now) == tmp_path / "run" / "trainer"
+    for section, key, value in (
+        ("run", "options", {"decode": {"seconds": 5}}),
+        ("data", "template", {"a": 1}),
+    ):
+        other = now | {section: now[section] | {key: value}}
+        with pytest.raises(UserError, match=rf"differs in {section}.{key}"):
+            open_run(config, other)

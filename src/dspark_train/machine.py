@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ _FLOPS = 1.5e9
 _MARGIN = 1.03
 """How much faster a form must be than the plain one to be taken."""
 _ONEDNN: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+SET_ELSEWHERE = "OMP_NUM_THREADS"
+"""Reason of a number of threads that this process did not choose."""
 _EXACT = 2e-6
 """Largest relative error of a float32 product, above that of any summation order."""
 
@@ -44,14 +46,20 @@ class LayerShape:
     @classmethod
     def of(cls, config: Any) -> LayerShape:
         """Sizes that a Hugging Face (text) config names; common proportions where it names none."""
+
+        def number(name: str, default: int) -> int:
+            value = getattr(config, name, None)  # some models have a list, of one number per layer
+            return int((max(value) if isinstance(value, list | tuple) else value) or default)
+
         hidden = int(config.hidden_size)
-        heads = int(getattr(config, "num_attention_heads", None) or max(1, hidden // 64))
+        heads = number("num_attention_heads", max(1, hidden // 64))
+        kv_heads = number("num_key_value_heads", heads)
         return cls(
             hidden,
-            int(getattr(config, "intermediate_size", None) or 4 * hidden),
+            number("intermediate_size", 4 * hidden),
             heads,
-            int(getattr(config, "num_key_value_heads", None) or heads),
-            int(getattr(config, "head_dim", None) or max(1, hidden // heads)),
+            kv_heads if heads % kv_heads == 0 else heads,
+            number("head_dim", max(1, hidden // heads)),
         )
 
     @property
@@ -224,17 +232,23 @@ def choose_dtype(purpose: str, shape: LayerShape, rows: int, *, backward: bool =
     """
     tune()
     rows = shape.rows_within(rows)
-    forms = {name: partial(_pass, shape, rows, dtype, backward) for name, dtype in DTYPES.items()}
+    forms = {
+        name: made_when_run(partial(layer_pass, shape, rows, dtype, backward=backward))
+        for name, dtype in DTYPES.items()
+    }
     return fastest(f"{purpose} ({rows:,} rows of {shape.hidden})", forms)
 
 
-@lru_cache(maxsize=8)
-def _made(shape: LayerShape, rows: int, dtype: torch.dtype, backward: bool) -> Callable[[], object]:
-    return layer_pass(shape, rows, dtype, backward=backward)
+def made_when_run(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """A form that is made at its first run: one that was chosen before is never made."""
+    made: list[Callable[[], object]] = []
 
+    def run() -> object:
+        if not made:
+            made.append(make())
+        return made[0]()
 
-def _pass(shape: LayerShape, rows: int, dtype: torch.dtype, backward: bool) -> object:
-    return _made(shape, rows, dtype, backward)()
+    return run
 
 
 def choose_newton_schulz(rows: int, columns: int) -> Choice:
@@ -291,8 +305,9 @@ _tuned: list[Choice] = []
 def choose_library() -> Choice:
     """``BLAS`` or ``oneDNN`` for float32 products: the faster one, oneDNN only where it is exact."""
     purpose, size = "float32 products", 640
-    if purpose in _decided:
-        return _decided[purpose]
+    known = _decided.get(purpose)
+    if known is not None and known.name != "oneDNN":
+        return known
     if not torch.backends.mkldnn.is_available():
         return decide(Choice(purpose, "BLAS", reason="PyTorch has no oneDNN here"))
     generator = torch.Generator().manual_seed(0)
@@ -302,6 +317,9 @@ def choose_library() -> Choice:
         error = float(((a @ b).double() - exact).norm() / exact.norm())
     if error > _EXACT:
         return decide(Choice(purpose, "BLAS", reason=f"oneDNN rounds them here (relative error {error:.0e})"))
+
+    if known is not None:  # chosen by an earlier process, perhaps on another processor, and exact here too
+        return known
 
     def by(enabled: bool) -> Callable[[], object]:
         def run() -> object:
@@ -316,7 +334,7 @@ def choose_library() -> Choice:
 def _choose_threads() -> Choice:
     now = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:  # by the user, or by a launcher that divides the cores over its ranks
-        return decide(Choice("threads", str(now), reason="OMP_NUM_THREADS"))
+        return decide(Choice("threads", str(now), reason=SET_ELSEWHERE))
     if "threads" in _decided:
         return _decided["threads"]
     counts = sorted({min(now, usable_cores()), *_thread_counts()}, reverse=True)
@@ -344,8 +362,10 @@ def _thread_counts() -> set[int]:
 def usable_cores() -> int:
     """Processors that this process may use: its affinity, and the quota of its container."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _first_line("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
+    quota = _content("/sys/fs/cgroup/cpu.max").split()
+    if not quota:  # the first version of control groups
+        quota = [_content(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
         count = min(count, max(1, round(int(quota[0]) / int(quota[1]))))
     return max(1, count)
 
@@ -353,7 +373,7 @@ def usable_cores() -> int:
 def physical_cores() -> int:
     """Cores, hyper-threads not counted; all processors where the system does not tell."""
     siblings = {
-        _first_line(str(path))
+        _content(str(path))
         for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     }
     return len(siblings - {""}) or os.cpu_count() or 1
@@ -367,13 +387,23 @@ def free_memory() -> int | None:
         for line in info.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 found.append(int(line.split()[1]) * 1024)
-    limit, used = (_first_line(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        found.append(int(limit) - int(used))
+    for limit_file, used_file, folder in (
+        ("memory.max", "memory.current", "/sys/fs/cgroup"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "/sys/fs/cgroup/memory"),
+    ):
+        limit, used = _content(f"{folder}/{limit_file}"), _content(f"{folder}/{used_file}")
+        if limit.isdigit() and used.isdigit():
+            found.append(int(limit) - int(used) + _reclaimable(f"{folder}/memory.stat"))
     return min(found) if found else None
 
 
-def _first_line(path: str) -> str:
+def _reclaimable(path: str) -> int:
+    """Bytes of files in memory that the system gives up when a program asks for memory."""
+    rows = dict(line.split() for line in _content(path).splitlines() if line.count(" ") == 1)
+    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
+
+
+def _content(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:  # not Linux, or not told to this process

@@ -94,8 +94,8 @@ def open_run(config: RunConfig, resolved: dict[str, Any]) -> Path | None:
             raise UserError(
                 f"run.folder {folder} already holds {what}: choose another run.folder, or pass --run.overwrite true"
             )
-        if previous.read_text() != text:
-            different = _differences(yaml.safe_load(previous.read_text()), resolved)
+        different = _differences(yaml.safe_load(previous.read_text()), resolved)
+        if different:
             raise UserError(
                 f"run.folder {folder} holds an unfinished run of another configuration (differs in "
                 f"{', '.join(different[:5])}): resume it with its own config.yaml, choose another run.folder, or "
@@ -107,8 +107,12 @@ def open_run(config: RunConfig, resolved: dict[str, Any]) -> Path | None:
     return resume
 
 
+_FREE = ("run.options", "data.template")
+"""Sections whose keys the user chooses; all others are whole in every version."""
+
+
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict) and old and new:
+    if isinstance(old, dict) and isinstance(new, dict) and path not in _FREE:
         keys = [key for key in old if key in new]  # both are whole: what one lacks belongs to another version
         return [
             name

@@ -79,11 +79,12 @@ def test_precision_follows_the_faster_of_two_measurements(
     monkeypatch.setattr(machine, "tune", lambda: None)
     monkeypatch.setattr(fit, "read_target_config", lambda target: LlamaConfig(hidden_size=64))
     config = SimpleNamespace(
-        trainer=SimpleNamespace(accelerator="cpu"),
+        trainer=SimpleNamespace(accelerator="cpu", precision=None),
         target=SimpleNamespace(dtype="float32"),
         draft=SimpleNamespace(num_key_value_heads=2),
     )
-    assert fit.automatic_precision(config) == precision
+    fit.choose_forms(config)
+    assert config.trainer.precision == precision
 
 
 @pytest.mark.parametrize("winner", ["float32", "float32, packed", "bfloat16"])

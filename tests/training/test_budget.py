@@ -111,7 +111,7 @@ def at_step(step: int, pace: float, seconds: float, filling: Filling, recipe: in
     source = object.__new__(FeatureCache)
     source.filling = filling
     budget._validation_seconds = 0.0
-    trainer = SimpleNamespace(global_step=step, datamodule=data)
+    trainer = SimpleNamespace(global_step=step, datamodule=data, world_size=1)
     return budget.plan(trainer, SimpleNamespace(source=source))  # type: ignore[arg-type]
 
 

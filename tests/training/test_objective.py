@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from dspark_train.errors import UserError
 from dspark_train.training import objective as module
 from dspark_train.training import row_kernel
 from dspark_train.training.objective import fused_objective, target_logsumexp
+from dspark_train.training.reference import row_losses
 from dspark_train.training.row_kernel import row_terms
 
 
@@ -35,21 +35,14 @@ def plain(
     softcap: float | None = None,
     draft_token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Everything materialised, differentiated by autograd."""
+    """Everything materialised by the readable twin, differentiated by autograd."""
 
     def soften(logits: Tensor) -> Tensor:
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     bias = latent @ w2.T if latent is not None and w2 is not None else 0.0
-    logits = soften(hidden @ draft_head.T) + bias
-    target = soften(target_hidden @ target_head.T).softmax(-1)[target_row]
-    draft = torch.zeros_like(target)
-    ids = torch.arange(target_head.shape[0]) if draft_token_ids is None else draft_token_ids
-    draft = draft.index_copy(1, ids, logits.softmax(-1))
-    full = torch.full_like(target, -math.inf).index_copy(1, ids, logits.log_softmax(-1))
-    at_label = full.gather(1, labels[:, None])[:, 0]
-    ce = torch.where(torch.isfinite(at_label), -at_label, torch.zeros_like(at_label))
-    l1 = (draft - target).abs().sum(-1)
+    logits, target = soften(hidden @ draft_head.T) + bias, soften(target_hidden @ target_head.T)[target_row]
+    ce, l1, _ = row_losses(logits, target, labels, draft_token_ids)
     return (weights * (ce_coef * ce + tv_coef * l1)).sum(), ce, l1
 
 

@@ -21,7 +21,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -95,21 +95,26 @@ class DSparkCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Open the run's folder before anything heavy is loaded."""
         config = self.config[self.subcommand]
+        first = _get_rank() in (None, 0)
+        folder = Path(config.run.folder)
         if self.subcommand == "fit":
             check_options(config.run.options)
-            remember_choices(Path(config.run.folder), config.run.overwrite)
-        if config.trainer.precision is None:
-            config.trainer.precision = automatic_precision(config)
+            if config.run.minutes is not None:
+                training_seconds(config.run)
+            if first and Run(folder).finished and not config.run.overwrite:
+                open_run(config.run, {})  # refuses, before anything is measured
+            remember_choices(folder, config.run.overwrite)
+        choose_forms(config)
         if self.subcommand == "fit":
-            text = self.parser_of("fit").dump(config, skip_none=False)
-            if _get_rank() in (None, 0):
-                checkpoints = open_run(config.run, yaml.safe_load(text))
-            else:  # rank zero opens the folder; the others only look for what to resume from
-                checkpoints = None if config.run.overwrite else Path(config.run.folder) / "trainer"
-            latest = latest_checkpoint(checkpoints) if checkpoints else None
-            if _get_rank() in (None, 0):
+            if first:
                 say(check_resources(config))
-                Run(Path(config.run.folder)).update(chosen=machine.decided(), **environment())
+            text = self.parser_of("fit").dump(config, skip_none=False)
+            if first:
+                checkpoints = open_run(config.run, yaml.safe_load(text))
+                Run(folder).update(chosen=machine.decided(), **environment())
+            else:  # rank zero opens the folder; the others only look for what to resume from
+                checkpoints = None if config.run.overwrite else folder / "trainer"
+            latest = latest_checkpoint(checkpoints) if checkpoints else None
             if latest is not None:
                 say(f"continuing the run in {config.run.folder} from {latest.name}")
                 config.ckpt_path, config.weights_only = str(latest), False
@@ -132,7 +137,7 @@ class DSparkCLI(LightningCLI):
         ]
         every = self.config[self.subcommand].run.save_every
         saving = [TrainingCheckpoint(every_n_steps=every)] if self.subcommand == "fit" else []
-        own = [TrainingProgress(), *([StepMonitor()] if self.subcommand == "fit" else [])]
+        own = [TrainingProgress(), *([StepMonitor(), RecordChoices()] if self.subcommand == "fit" else [])]
         run = self.config[self.subcommand].run
         if self.subcommand == "fit" and run.minutes is not None:
             own.append(TimeBudget(training_seconds(run), STARTED))
@@ -174,25 +179,40 @@ def remember_choices(folder: Path, overwrite: bool) -> None:
             )
 
 
-def automatic_precision(config: Namespace) -> str:
-    """``bf16-mixed`` or ``32-true``: by the GPU's units, or by how fast this processor computes a layer."""
+def choose_forms(config: Namespace) -> None:
+    """Fill in the precision: by the GPU's units, or by how fast this processor computes a layer.
+
+    On a CPU the target's dtype is chosen too, so that the run's record holds it from the start.
+    """
     if torch.cuda.is_available() and config.trainer.accelerator in ("auto", "gpu", "cuda"):
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bf16-mixed" if fast else "32-true"
+        config.trainer.precision = config.trainer.precision or ("bf16-mixed" if fast else "32-true")
+        return
     with stage("measuring this processor"):
-        precision = measured_precision(config)
+        machine.tune()
+        if config.trainer.precision is None:
+            config.trainer.precision = measured_precision(config)
         if config.target.dtype == "auto":
             choose_form(read_target_config(config.target), torch.device("cpu"))
     os.environ[CHOICES] = json.dumps(machine.decided())
     for chosen in machine.decided().values():
         say(f"  {Choice.from_json(chosen)}")
-    return precision
+
+
+class RecordChoices(Callback):
+    """Writes what was chosen while the run was set up into ``run.json``, so that a resumed one goes on with it."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Everything is chosen by now."""
+        if trainer.is_global_zero:
+            Run(Path(trainer.default_root_dir)).update(chosen=machine.decided())
 
 
 def measured_precision(config: Namespace) -> str:
     """``bf16-mixed`` or ``32-true``, whichever a CPU trains a layer of this draft faster in."""
     shape = LayerShape.of(read_target_config(config.target))
-    shape = replace(shape, kv_heads=config.draft.num_key_value_heads or shape.kv_heads)
+    own = config.draft.num_key_value_heads or shape.kv_heads
+    shape = replace(shape, kv_heads=own if shape.heads % own == 0 else shape.kv_heads)
     choice = machine.choose_dtype("training", shape, PASS_ROWS, backward=True)
     return "bf16-mixed" if choice.name == "bfloat16" else "32-true"
 
@@ -219,16 +239,21 @@ def check_resources(config: Namespace) -> str:
     from dspark_train.training.plan import caches_features
 
     folder = Path(config.run.folder)
-    free, disk, gib = machine.free_memory(), shutil.disk_usage(folder).free, 2**30
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free, disk, gib = machine.free_memory(), shutil.disk_usage(existing).free, 2**30
     line = f"{machine.usable_cores()} cores"
     if config.trainer.accelerator != "cpu" and torch.cuda.is_available():
         return f"{line}, {disk / gib:.1f} GiB of disk free for {folder}"
+    recipe = config.as_dict()
+    devices = recipe["trainer"].get("devices", 1)
+    recipe["trainer"] |= {"accelerator": "cpu", "devices": 1 if devices == "auto" else devices}
     with stage("reading the recipe, its target's shape and its data"):
-        plan = plan_of(config.as_dict(), PlanOptions())
+        plan = plan_of(recipe, PlanOptions())
     memory = int(plan.ranks * (SPREAD * plan.total_memory + LIBRARIES))
     written = COPIES * 12 * plan.trained
-    if caches_features(config.trainer.as_dict()):
-        written += plan.cache_bytes
+    if caches_features(recipe["trainer"]):
+        there = sum(path.stat().st_size for path in folder.glob("feature_cache/*.safetensors"))
+        written += max(0, plan.cache_bytes - there)
     if free is not None and memory > free:
         raise UserError(
             f"this run needs about {memory / gib:.1f} GiB of memory, and {free / gib:.1f} GiB are free: close other "
@@ -282,7 +307,7 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
         return
     has_confidence = draft.confidence_head is not None
     budget = next((one for one in trainer.callbacks if isinstance(one, TimeBudget)), None)  # type: ignore[attr-defined]
-    recipe = trainer.max_steps if budget is None else budget.recipe_steps
+    recipe = (budget and budget.recipe_steps) or trainer.max_steps
     steps = {"made": trainer.global_step, "recipe": recipe, "minutes": config.run.minutes}
     facts = data_facts(trainer)
     release(trainer, module)
@@ -313,7 +338,11 @@ def release(trainer: Trainer, module: DSparkModule) -> None:
     module.release()
     trainer.strategy.optimizers = []
     gc.collect()
-    torch.set_num_threads(THREADS)  # with several processes each had its share only
+    chosen = machine.decided().get("threads", {})
+    alone = chosen and chosen["reason"] != machine.SET_ELSEWHERE
+    torch.set_num_threads(
+        int(chosen["name"]) if alone else THREADS
+    )  # each of several processes had its share only
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -150,8 +150,11 @@ def compare(
             found.groups.append(len(group))
             found.plain.append(results[id(plain)])
             found.speculative.append(results[id(drafted)])
-            left = max(0.0, seconds - time.monotonic() + begun)
-            shown.advance(len(group), f"{left:.0f} s left at most" if left < float("inf") else "")
+            if seconds < float("inf"):  # the bound of time may come before the last prompt
+                spent = time.monotonic() - begun
+                rest = spent / len(found.prompts) * (len(prompts) - len(found.prompts))
+                shown.remaining = max(0.0, min(seconds - spent, rest))
+            shown.advance(len(group))
     if rule.greedy:
         found.divergences = divergences(target, found)
     return found

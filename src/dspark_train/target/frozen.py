@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark_train.errors import UserError
-from dspark_train.machine import DTYPES, Choice, LayerShape, fastest, layer_pass, tune
+from dspark_train.machine import DTYPES, Choice, LayerShape, fastest, layer_pass, made_when_run, tune
 from dspark_train.structures import TargetStates
 from dspark_train.target.config import (
     TargetConfig,
@@ -240,7 +241,8 @@ class FrozenTarget:
                 needed; states at padding mean nothing.
         """
         packed = self.form is not None and self.form.name == "float32, packed"
-        with self.tap() as tapped, packed_linears(self.model) if packed else nullcontext():
+        own_dtype = torch.autocast(input_ids.device.type, enabled=False)  # whatever the draft trains in
+        with own_dtype, self.tap() as tapped, packed_linears(self.model) if packed else nullcontext():
             output = self.decoder(input_ids=input_ids, use_cache=False)
         return TargetStates(self.concatenate(tapped), output.last_hidden_state)
 
@@ -291,19 +293,13 @@ def choose_form(config: Any, device: torch.device, rows: int = PASS_ROWS) -> Cho
         return Choice(purpose, "bfloat16" if fast else "float32", reason="as the GPU's units are")
     tune()
     shape = LayerShape.of(config)
-    rows = shape.rows_within(rows)
     packs = "fbgemm" in torch.backends.quantized.supported_engines
     few = rows <= ROWS[0]
+    rows = shape.rows_within(rows)
 
     def form(dtype: torch.dtype, packed: bool) -> Callable[[], object]:
-        made: list[Callable[[], object]] = []
-
-        def run() -> object:
-            if not made:
-                made.append(layer_pass(shape, rows, dtype, multiply=packed_or_plain if packed else None))
-            return made[0]()
-
-        return run
+        multiply = packed_or_plain if packed else None
+        return made_when_run(partial(layer_pass, shape, rows, dtype, multiply=multiply))
 
     forms = {"float32": form(torch.float32, few)}
     if packs and not few:

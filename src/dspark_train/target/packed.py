@@ -228,7 +228,7 @@ def rows_stand_alone(dtype: torch.dtype) -> bool:
 
 def has_bfloat16() -> bool:
     """Whether oneDNN multiplies in bfloat16 on this processor; how fast, only a measurement tells."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packs(weight: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from dspark_train.errors import UserError
 from dspark_train.progress import say
 from dspark_train.training.feature_cache import FeatureCache, Filling
 
@@ -60,7 +61,13 @@ class TimeBudget(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the plan of the checkpoint, or with the recipe's own number."""
-        self.recipe_steps = trainer.max_steps
+        most = trainer.estimated_stepping_batches
+        if most == float("inf"):
+            raise UserError(
+                "run.minutes needs the recipe's own end too, beyond which no time is used: set trainer.max_steps or "
+                "trainer.max_epochs"
+            )
+        self.recipe_steps = int(most)
         counts = trainer.limit_val_batches and trainer.check_val_every_n_epoch is None
         batches = (trainer.val_check_batch if counts else None) or float("inf")
         self._interval = float(batches) / trainer.accumulate_grad_batches
@@ -74,17 +81,20 @@ class TimeBudget(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation is no part of a step's pace."""
+        if trainer.sanity_checking:
+            return
         self._validation_began, self._filled_before = time.monotonic(), _filling(pl_module).seconds
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what a validation takes, and when the next one is due."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
         took = time.monotonic() - self._validation_began
         step, begun, filled = self._last  # what validation computed is part of the pause already
         self._last = step, begun, filled + _filling(pl_module).seconds - self._filled_before
         self._validation_seconds, self._paused = took, self._paused + took
         self._validations += 1
-        if trainer.training and self.planned:
-            self._apply(trainer, pl_module, self.planned)
+        self._apply(trainer, pl_module, self.planned or self.recipe_steps, validated=True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -109,16 +119,17 @@ class TimeBudget(Callback):
         pace = sum(self._paces) / len(self._paces)
         filling, data = _filling(module), trainer.datamodule  # type: ignore[attr-defined]
         lengths = data.store(data.train_split).lengths
-        per_token = filling.seconds / filling.tokens if filling.tokens else 0.0
+        ranks = trainer.world_size  # which fill side by side
+        per_token = filling.seconds / filling.tokens / ranks if filling.tokens else 0.0
         step_tokens = float(lengths.mean()) * data.global_batch_size
         whole = float(lengths.sum())
         validation = self._validation_seconds
         if validation is None:  # none yet: its states have to be computed, its passes are a third of a step's
-            held_out = data.store(data.val_split).lengths
+            held_out = data.store(data.val_split).lengths if self._due(self.recipe_steps) else lengths[:0]
             validation = per_token * float(held_out.sum()) + pace * len(held_out) / data.global_batch_size / 3
 
         def needed(total: int) -> float:
-            missing = max(0.0, min(whole, total * step_tokens) - filling.held)
+            missing = max(0.0, min(whole, total * step_tokens) - filling.held * ranks)
             checks = len(self._due(total)) - self._validations
             return (total - step) * pace + missing * per_token + max(0, checks) * validation
 
@@ -139,8 +150,8 @@ class TimeBudget(Callback):
             max(1, round(total * self._interval * (place + 1) / self.recipe_steps)) for place in range(count)
         ]
 
-    def _apply(self, trainer: Trainer, module: Any, steps: int) -> None:
-        """Let loop, schedule and validation follow a plan."""
+    def _apply(self, trainer: Trainer, module: Any, steps: int, validated: bool = False) -> None:
+        """Let loop, schedule and validation follow a plan; ``validated``: a validation has just ended."""
         if self.planned is not None and steps < self.recipe_steps and self.planned == self.recipe_steps:
             say(
                 f"the time allows about {steps:,} of the recipe's {self.recipe_steps:,} steps; the schedule follows"
@@ -151,7 +162,8 @@ class TimeBudget(Callback):
             module.schedule.total_steps = steps
         due = self._due(steps)[self._validations :]
         if due:  # at the latest now: a new plan may have moved it to a step that is over
-            trainer.val_check_batch = max(due[0], trainer.global_step) * trainer.accumulate_grad_batches
+            earliest = trainer.global_step + validated
+            trainer.val_check_batch = max(due[0], earliest) * trainer.accumulate_grad_batches
 
 
 def _filling(module: Any) -> Filling:

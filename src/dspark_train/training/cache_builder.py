@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dspark_train.training.feature_cache import FeatureCache, Storage, cache_bytes, check_disk, identity_of
 from dspark_train.training.states import LiveStates
+from dspark_train.training.strategy import gather_objects
 
 
 class CacheFeatures(Callback):
@@ -73,7 +73,8 @@ class CacheFeatures(Callback):
         lengths = data.store(data.train_split).lengths
         steps = trainer.max_steps if trainer.max_steps >= 0 else len(lengths)
         share = min(1.0, steps * data.global_batch_size / max(1, len(lengths)))
-        heldout = 0 if data.val_split == data.train_split else int(data.store(data.val_split).lengths.sum())
+        validates = trainer.limit_val_batches and data.val_split != data.train_split
+        heldout = int(data.store(data.val_split).lengths.sum()) if validates else 0
         return int(share * int(lengths.sum())) + heldout
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,6 +86,4 @@ class CacheFeatures(Callback):
 
 
 def _any_rank(own: bool) -> bool:
-    asked = torch.tensor(int(own))
-    torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
-    return bool(asked.item())
+    return any(gather_objects(own))

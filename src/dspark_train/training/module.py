@@ -19,11 +19,12 @@ from dspark_train.draft.markov_start import start_from_bigrams
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config, choose_mask_token
 from dspark_train.errors import UserError
+from dspark_train.machine import DTYPES, decide, decided, remember
 from dspark_train.structures import Blocks, TargetStates, TensorStruct, TokenBatch, TrainingBatch
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.objective import fused_objective
-from dspark_train.training.optimizer import OptimizerConfig, Schedule, build_optimizer
+from dspark_train.training.optimizer import OptimizerConfig, Schedule, build_optimizer, iterations_of
 from dspark_train.training.starting import gather_samples
 from dspark_train.training.states import LiveStates, StateSource
 from dspark_train.training.strategy import gather_objects, loss_scale
@@ -112,7 +113,19 @@ class DSparkModule(LightningModule):
         )
 
     def setup(self, stage: str) -> None:
-        """Load the target, and tell the data which token fills the slots after an anchor."""
+        """Load the target, and tell the data which token fills the slots after an anchor.
+
+        Raises:
+            UserError: ranks that were started one by one have chosen different precisions.
+        """
+        if self.trainer.world_size > 1:
+            remember(self.trainer.strategy.broadcast(decided()))
+            precision = self.trainer.strategy.broadcast(self.trainer.precision)
+            if precision != self.trainer.precision:
+                raise UserError(
+                    f"trainer.precision: the first rank measured {precision}, rank {self.global_rank} "
+                    f"{self.trainer.precision}; name one of them"
+                )
         data = getattr(self.trainer, "datamodule", None)
         if data is not None:
             data.mask_token_id = self.draft_config.mask_token_id
@@ -165,7 +178,10 @@ class DSparkModule(LightningModule):
         """AdamW or Muon, with a schedule per step."""
         total = int(self.trainer.estimated_stepping_batches)
         self.schedule = Schedule(total, self.optimizer_config.warmup)
-        optimizer, scheduler = build_optimizer(self.optimizer_config, self.draft, self.schedule)
+        first = iterations_of(self.optimizer_config, self.draft) if self.trainer.is_global_zero else None
+        choice = self.trainer.strategy.broadcast(first)  # alike on all ranks, or they would drift apart
+        iterations = torch.bfloat16 if choice is None else DTYPES[decide(choice).name]
+        optimizer, scheduler = build_optimizer(self.optimizer_config, self.draft, self.schedule, iterations)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # -- the step -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim import Muon as TorchMuon
 from torch.optim.lr_scheduler import LambdaLR
 
-from dspark_train.machine import DTYPES, choose_newton_schulz
+from dspark_train.machine import Choice, choose_newton_schulz
 
 
 @dataclass
@@ -172,8 +172,19 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and name.startswith("layers.")
 
 
+def iterations_of(config: OptimizerConfig, module: nn.Module) -> Choice | None:
+    """Dtype of Muon's iterations on a CPU, measured for the widest matrix; None where it stays bfloat16."""
+    matrices = [parameter for name, parameter in module.named_parameters() if is_matrix(name, parameter)]
+    if config.name != "muon" or not matrices or matrices[0].device.type != "cpu":
+        return None
+    return choose_newton_schulz(*max(matrices, key=Tensor.numel).shape)
+
+
 def build_optimizer(
-    config: OptimizerConfig, module: nn.Module, schedule: Schedule
+    config: OptimizerConfig,
+    module: nn.Module,
+    schedule: Schedule,
+    iterations: torch.dtype = torch.bfloat16,
 ) -> tuple[Optimizer, LambdaLR]:
     """Optimiser and per-step schedule over the trained parameters of ``module``.
 
@@ -181,6 +192,7 @@ def build_optimizer(
         config: the user's choices.
         module: the draft.
         schedule: of the learning rate.
+        iterations: dtype of Muon's.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     adamw: dict[str, Any] = {
@@ -195,9 +207,7 @@ def build_optimizer(
         others = [parameter for name, parameter in named if not is_matrix(name, parameter)]
         muon = {"lr": config.muon_lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         optimizer = MuonAdamW(matrices, others, muon, adamw)
-        if matrices and matrices[0].device.type == "cpu":
-            widest = max(matrices, key=Tensor.numel)
-            optimizer.muon.iterations = DTYPES[choose_newton_schulz(*widest.shape).name]
+        optimizer.muon.iterations = iterations
     else:
         optimizer = AdamW([parameter for _, parameter in named], fused=True, **adamw)
         # a fused step would also unscale fp16 gradients, so Lightning refuses to clip before it; nothing here is scaled
