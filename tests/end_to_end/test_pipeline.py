@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import yaml
 from tiny_data import tiny_recipe
 
 from dspark_train.cli.main import main
+from dspark_train.decoding.decoder import generate
 from dspark_train.draft.model import DSparkDraft
+from dspark_train.run import Run
 
 pytestmark = pytest.mark.end_to_end
 
@@ -152,3 +156,55 @@ def test_wandb_offline(ready: Path, monkeypatch, tmp_path) -> None:
     call(monkeypatch, *words)
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert (tmp_path / "run" / "metrics.csv").is_file()
+
+
+def test_a_conversation(run: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("w1 w2\n/plain\nw3\n/reset\n/nonsense\n" + "w4 " * 400 + "\n")
+    )
+    call(monkeypatch, "chat", run, "--max_new_tokens", "12")
+    out = capsys.readouterr().out
+    assert "tokens/s with the draft" in out
+    assert "times as fast" in out
+    assert "decoding plainly" in out
+    assert "unknown command /nonsense" in out
+    assert "/reset forgets the conversation" in out  # the last message is longer than the target's context
+
+
+def test_generate_answers_as_the_target_alone(run: Path, monkeypatch, capsys, tmp_path) -> None:
+    (tmp_path / "prompts.txt").write_text("w1 w2 w3\nw9\n")
+    words = ("--file", tmp_path / "prompts.txt", "--max_new_tokens", "12")
+    call(monkeypatch, "generate", run, *words, "--output", tmp_path / "answers.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    target = Run(run).target
+    for row, prompt in zip(rows, ("w1 w2 w3", "w9"), strict=True):
+        asked = [{"role": "user", "content": prompt}]
+        ids = target.tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        (tokens,) = generate(target, None, [ids], max_new_tokens=12).tokens
+        assert row["messages"] == [
+            *asked,
+            {"role": "assistant", "content": target.tokenizer.decode(tokens, skip_special_tokens=True)},
+        ]
+
+
+def test_generate_from_an_exported_draft(run: Path, ready: Path, monkeypatch, capsys, tmp_path) -> None:
+    call(monkeypatch, "export", run, "--output", tmp_path / "native")
+    words = ("--prompt", "w1", "--max_new_tokens", "8")
+    call(monkeypatch, "generate", tmp_path / "native", "--target", ready / "target", *words)
+    assert "τ" in capsys.readouterr().out
+    named = tmp_path / "named"
+    shutil.copytree(tmp_path / "native", named)
+    card = (named / "README.md").read_text()
+    (named / "README.md").write_text(card.replace("tags:", f"base_model: {ready / 'target'}\ntags:", 1))
+    call(monkeypatch, "generate", named, *words)
+    assert "τ" in capsys.readouterr().out
+    for refused, reason in (
+        ((tmp_path / "native", *words), "--target"),
+        ((tmp_path / "nowhere", *words), "no such folder"),
+        ((run,), "--prompt TEXT or --file FILE"),
+        ((run, "--target", "another", *words), "names its own target"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            call(monkeypatch, "generate", *refused)
+        assert stopped.value.code == 2
+        assert reason in capsys.readouterr().err

@@ -58,6 +58,10 @@ COMMANDS = {
     ),
     "calibrate": Command("dspark_train.cli.calibrate:calibrate", "fit the temperatures of a run", "A run"),
     "decode": Command("dspark_train.cli.decode:decode", "plain against speculative decoding", "A run"),
+    "chat": Command(
+        "dspark_train.cli.chat:chat", "talk to the target, and watch the draft speed it up", "A run"
+    ),
+    "generate": Command("dspark_train.cli.chat:generate", "answer a prompt, or a file of prompts", "A run"),
     "export": Command("dspark_train.cli.export:export", "write the draft for vLLM or SGLang", "A run"),
     "report": Command("dspark_train.cli.report:report", "one HTML page about one or more runs", "A run"),
     "evaluate": Command(

@@ -1,0 +1,315 @@
+"""The ``chat`` and ``generate`` commands: answers as they are written, with the draft's tokens coloured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark_train.errors import UserError
+
+if TYPE_CHECKING:
+    from dspark_train.decoding.decoder import Decoder
+    from dspark_train.decoding.stream import Pace
+    from dspark_train.interchange.opening import Pair
+
+COMPARED = 32
+"""Tokens of the first answer that are decoded plainly as well, for a speed to compare with."""
+
+HELP = """/plain   switch the draft off and on again
+/reset   forget the conversation
+/help    this list
+/quit    leave (Ctrl-D does, too)"""
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """Options of ``chat`` and ``generate``."""
+
+    draft: str
+    """Folder of a run or of a draft, or a hub id (owner/name, owner/name@revision)."""
+    target: str | None = None
+    """Folder or hub id of the target; left out, the one that the run or the draft names."""
+    temperature: float = 0.0
+    """Of the sampling; 0 is greedy."""
+    top_k: int = 0
+    """Tokens kept by sampling; 0 keeps all."""
+    top_p: float = 1.0
+    """Nucleus kept by sampling; 1 keeps all."""
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    policy: str = "auto"
+    """How much of a block is verified, as for ``decode``."""
+    system: str = ""
+    """System message."""
+    seed: int = 0
+    """Of the sampling."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions(WriterOptions):
+    """Options of ``generate``."""
+
+    prompt: str | None = None
+    """What to answer; ``-`` reads it from standard input."""
+    file: Path | None = None
+    """Prompts instead: a text file with one a line, or JSONL whose rows hold ``prompt`` or ``messages``."""
+    output: Path | None = None
+    """JSONL to write; left out, answers go to the terminal."""
+
+
+def chat(options: WriterOptions) -> None:
+    """Talk to the target while the draft speeds it up: see which tokens the draft wrote, and how fast it went."""
+    writer = Writer(options)
+    writer.screen.note(f"{writer.name}\nDraft's tokens are coloured. /help lists what you can type.")
+    messages = writer.opening()
+    for line in _lines():
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/help":
+            writer.screen.note(HELP)
+        elif line == "/plain":
+            writer.plainly = not writer.plainly
+            writer.screen.note("decoding plainly" if writer.plainly else "decoding with the draft")
+        elif line == "/reset":
+            messages = writer.opening()
+            writer.screen.note("the conversation begins anew")
+        elif line.startswith("/"):
+            writer.screen.note(f"unknown command {line.split()[0]}\n{HELP}")
+        elif line:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                messages = [*asked, {"role": "assistant", "content": writer.answer(asked)}]
+            except UserError as error:  # a conversation beyond the target's context: it can begin anew
+                writer.screen.note(f"{error}\n/reset forgets the conversation")
+            except KeyboardInterrupt:
+                writer.screen.note("stopped")
+
+
+def generate(options: GenerateOptions) -> None:
+    """Answer one prompt or a file of prompts, with the draft."""
+    prompts = _prompts(options)
+    writer = Writer(options, quiet=options.output is not None)
+    rows = []
+    for messages in prompts:
+        text = writer.answer([*writer.opening(), *messages])
+        rows.append({"messages": [*messages, {"role": "assistant", "content": text}]})
+        if options.output is not None:
+            with options.output.open("a" if len(rows) > 1 else "w", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
+    if options.output is not None:
+        print(f"{writer.summary()}\nwrote {options.output}")
+
+
+class Writer:
+    """Decodes answers and shows them."""
+
+    def __init__(self, options: WriterOptions, quiet: bool = False) -> None:
+        """Open the draft and its target; ``quiet`` shows no text, for answers that go to a file."""
+        from dspark_train.data.render import Renderer
+        from dspark_train.decoding.decoder import Decoder
+        from dspark_train.decoding.sampling import SamplingRule
+        from dspark_train.decoding.stream import Pace
+        from dspark_train.interchange.opening import open_pair
+        from dspark_train.progress import stage
+        from dspark_train.studies.profile import measured_policy
+
+        self.options, self.screen, self.quiet = options, Screen(), quiet
+        with stage(f"opening {options.draft}"):
+            self.pair = open_pair(options.draft, options.target)
+        target, draft = self.pair.target, self.pair.draft
+        rule = SamplingRule(options.temperature, options.top_k, options.top_p)
+        with stage("measuring what a round costs"):
+            policy, named = measured_policy(target, draft, options.policy, None, 1)
+        self.name = f"{target.name} with {options.draft}, {rule.label}, {named} verification"
+        self.renderer = Renderer(target.tokenizer, _template(self.pair))
+        self.drafted = Decoder(target, draft, policy, rule, _sts(self.pair, rule.label))
+        self.plain = Decoder(target, rule=rule)
+        self.plainly = False
+        self.pace: dict[bool, Pace] = {True: Pace(), False: Pace()}
+        """Of plain decoding (True) and of decoding with the draft."""
+
+    def opening(self) -> list[dict[str, str]]:
+        """Messages that every conversation begins with."""
+        return [{"role": "system", "content": self.options.system}] if self.options.system else []
+
+    def answer(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Decode the answer to a conversation and show it; returns its text."""
+        ids = self._ids(messages)
+        decoder = self.plain if self.plainly else self.drafted
+        texts = []
+        with self.screen.answering(self.summary) if not self.quiet else self.screen.nothing() as show:
+            for text, by_draft in self._texts(decoder, ids, self.options.max_new_tokens, self.plainly):
+                texts.append(text)
+                show(text, by_draft)
+        if not self.plainly and not self.pace[True].rounds:
+            for _ in self._texts(self.plain, ids, COMPARED, True):
+                pass
+        if not self.quiet:
+            self.screen.note(self.summary())
+        return "".join(texts)
+
+    def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        from dspark_train.data.conversations import BadConversation, Conversation
+
+        try:
+            text = self.renderer.render(Conversation("chat", messages), messages, prompt=True)
+        except BadConversation as error:
+            raise UserError(f"the target's chat template refuses the conversation: {error}") from error
+        return list(self.pair.target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _texts(self, decoder: Decoder, ids: list[int], limit: int, plain: bool) -> Iterator[tuple[str, bool]]:
+        from dspark_train.decoding.stream import Detokenizer, stream
+
+        writer = Detokenizer(self.pair.target.tokenizer)
+        for chunk in stream(decoder, ids, limit, self.options.seed, self.pace[plain]):
+            for index, token in enumerate(chunk.tokens):
+                if text := writer.add(token):
+                    yield text, index < chunk.drafted
+
+    def summary(self) -> str:
+        """Speed, accepted length and acceptance by position, of all answers so far."""
+        drafted, plain = self.pace[False], self.pace[True]
+        parts = []
+        if drafted.rounds:
+            parts.append(f"{drafted.tokens_per_second:.1f} tokens/s with the draft")
+        if plain.rounds:
+            parts.append(f"{plain.tokens_per_second:.1f} plainly")
+        if drafted.rounds and plain.rounds:
+            parts.append(f"{drafted.tokens_per_second / plain.tokens_per_second:.2f} times as fast")
+        if drafted.rounds:
+            shares = " ".join(f"{share:.0%}" for share in drafted.acceptance)
+            parts.append(f"τ {drafted.accepted_length:.2f}")
+            parts.append(f"accepted by position {shares}")
+        return " · ".join(parts)
+
+
+class Screen:
+    """A terminal, or a plain stream of text where there is none."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self.console = Console(highlight=False)
+
+    def note(self, text: str) -> None:
+        """Words that are not the target's."""
+        self.console.print(text, style="dim", markup=False)
+
+    def nothing(self) -> _Silent:
+        """Shows nothing."""
+        return _Silent()
+
+    def answering(self, summary: Callable[[], str]) -> _Answer | _PlainAnswer:
+        """Context that gives a function of (text, written by the draft) to show an answer with."""
+        return _Answer(self.console, summary) if self.console.is_terminal else _PlainAnswer()
+
+
+class _Silent:
+    def __enter__(self) -> Callable[[str, bool], None]:
+        return lambda text, by_draft: None
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _PlainAnswer:
+    def __enter__(self) -> Callable[[str, bool], None]:
+        return lambda text, by_draft: print(text, end="", flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        print()
+
+
+class _Answer:
+    """Finished lines scroll away; the line being written and the figures stay below them."""
+
+    def __init__(self, console: Any, summary: Callable[[], str]) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        self.line, self.summary = Text(), summary
+        self.live = Live(console=console, refresh_per_second=12, transient=True, get_renderable=self._below)
+
+    def _below(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self.line, Text(self.summary(), style="dim"))
+
+    def __enter__(self) -> Callable[[str, bool], None]:
+        self.live.start()
+        return self._show
+
+    def _show(self, text: str, by_draft: bool) -> None:
+        from rich.text import Text
+
+        *ended, rest = text.split("\n")
+        style = "green" if by_draft else ""
+        for part in ended:
+            self.line.append(part, style)
+            self.live.console.print(self.line)
+            self.line = Text()
+        self.line.append(rest, style)
+
+    def __exit__(self, *error: object) -> None:
+        self.live.stop()
+        self.live.console.print(self.line)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, line by line, until the end of the input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 - arrow keys and history at the prompt
+    while True:
+        try:
+            line = input("\n› " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        yield line.strip()
+
+
+def _prompts(options: GenerateOptions) -> list[list[dict[str, Any]]]:
+    if (options.prompt is None) == (options.file is None):
+        raise UserError("generate: give either --prompt TEXT or --file FILE")
+    if options.prompt is not None:
+        text = sys.stdin.read().strip() if options.prompt == "-" else options.prompt
+        return [[{"role": "user", "content": text}]]
+    file = options.file
+    assert file is not None
+    if not file.is_file():
+        raise UserError(f"generate: --file {file} does not exist")
+    lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    if file.suffix not in (".jsonl", ".json"):
+        return [[{"role": "user", "content": line}] for line in lines]
+    return [_row(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _row(line: str, where: str) -> list[dict[str, Any]]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{where}: a row needs a text under `prompt` or a list under `messages`")
+    asked = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+    return [dict(message) for message in asked]
+
+
+def _template(pair: Pair) -> dict[str, Any]:
+    """Template arguments that the draft was trained with."""
+    return {} if pair.run is None else pair.run.config.get("data", {}).get("template") or {}
+
+
+def _sts(pair: Pair, label: str) -> list[float] | None:
+    from dspark_train.calibration.io import read_sts
+
+    if pair.draft.confidence_head is None:
+        return None
+    return pair.sts if pair.run is None else read_sts(pair.run, label, pair.draft.config.block_size)

@@ -1,0 +1,128 @@
+"""Opens a target and its draft from whatever names the draft: a run, a draft's folder, or a hub id."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark_train.calibration.io import Calibration
+from dspark_train.errors import UserError
+from dspark_train.run import STS_FILE, Dtype, Run
+
+if TYPE_CHECKING:
+    from dspark_train.draft.model import DSparkDraft
+    from dspark_train.target.frozen import FrozenTarget
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A target and the draft that proposes for it."""
+
+    target: FrozenTarget
+    draft: DSparkDraft
+    run: Run | None
+    """The run that the draft is from; None for a draft on its own."""
+    sts: list[float] | None
+    """``[γ]`` scalings beside a draft on its own; None where there are none, or where the run has them."""
+
+
+def open_pair(source: str, target: str | None = None, dtype: Dtype | None = None) -> Pair:
+    """Open a draft with its target.
+
+    Args:
+        source: folder of a run, folder of a draft in any known layout, or a hub id with, behind ``@``, a revision.
+        target: folder or hub id of the target; None takes the run's, or the one that the draft's folder names.
+        dtype: of target and draft; None takes the run's, else the faster one here.
+
+    Raises:
+        UserError: nothing there, no target named, or a pair that does not fit.
+    """
+    folder = local_folder(source)
+    if (folder / "config.yaml").is_file():
+        run = Run(folder, dtype)
+        if target is not None and target != run.config.get("target", {}).get("name_or_path"):
+            raise UserError(
+                f"{source} is a run and names its own target; leave --target out, or give {folder / 'draft'}"
+            )
+        return Pair(run.target, run.draft, run, None)
+    return _open_draft(folder, target or named_target(folder), dtype)
+
+
+def local_folder(source: str) -> Path:
+    """Folder that ``source`` names; a hub id is downloaded first, weights in safetensors only.
+
+    Raises:
+        UserError: neither a folder nor a hub id, or the hub does not give it.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or not _HUB_ID.fullmatch(source):
+        raise UserError(f"draft {source}: no such folder, and no hub id (owner/name or owner/name@revision)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, _, revision = source.partition("@")
+    wanted = ["*.json", "*.safetensors", "*.yaml", "*.md", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"draft {source}: no such folder here, and the hub did not give it: {reason}"
+        ) from error
+
+
+def named_target(folder: Path) -> str:
+    """Target that a draft's folder names: in a speculators configuration, or in its model card.
+
+    Raises:
+        UserError: it names none.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds neither a run (config.yaml) nor a draft (config.json)")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+    named = verifier or card_fields(folder).get("base_model")
+    if not isinstance(named, str) or not named:
+        raise UserError(f"{folder} does not say which target it is for: give it with --target")
+    return named
+
+
+def card_fields(folder: Path) -> dict[str, Any]:
+    """Front matter of a folder's model card; empty without one."""
+    import yaml
+
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    fields = yaml.safe_load(found[1]) if found else None
+    return fields if isinstance(fields, dict) else {}
+
+
+def _open_draft(folder: Path, target_name: str, dtype: Dtype | None) -> Pair:
+    from dspark_train.draft.model import DSparkDraft
+    from dspark_train.interchange.detect import read_draft
+    from dspark_train.interchange.importing import import_folder
+    from dspark_train.target.config import TargetConfig
+    from dspark_train.target.frozen import FrozenTarget
+
+    config = read_draft(folder).config
+    settings = TargetConfig(target_name, layer_ids=config["target_layer_ids"], dtype=dtype or "auto")
+    target = FrozenTarget.load(settings, rows=config["block_size"] + 1)
+    with tempfile.TemporaryDirectory() as made:
+        native = Path(made) / "draft"
+        import_folder(folder, native, target)
+        draft: Any = DSparkDraft.load(native, dtype=target.dtype)
+    draft.to(target.device).eval()
+    draft.borrow(target)
+    scalings = folder / STS_FILE
+    sts = list(Calibration.load(scalings).temperatures) if scalings.is_file() else None
+    return Pair(target, draft, None, sts)
