@@ -20,6 +20,7 @@ ORDER = (
     "files",
     "progress",
     "machine",
+    "hub",
     "data",
     "target",
     "draft",

@@ -26,17 +26,26 @@ class ExportOptions:
     fold_temperature: bool = False
     """Divide the confidence logits by one temperature, for engines that take none; says what that costs in
     calibration error."""
+    push: str | None = None
+    """Hub repository (owner/name) to put it into as well; made where there is none."""
+    private: bool = False
+    """Whether a repository that ``push`` makes is private."""
+    license: str | None = None
+    """Of the draft, for its card, as the hub names licences (apache-2.0, llama3.1, …)."""
 
 
 def export(options: ExportOptions) -> None:
     """Write a run's draft in the layout of a serving engine, with a model card, and read it back."""
     import torch
 
+    from dspark_train.hub import check_push, push
     from dspark_train.interchange.export import TargetWeights, export_draft
     from dspark_train.interchange.temperature import single_temperature
     from dspark_train.report.model_card import CardFacts, copy_plots, model_card, write_tokenizer
     from dspark_train.run import STS_FILE, Run
 
+    if options.push is not None:
+        check_push(options.push)
     run = Run(options.run)
     cost = single_temperature(run) if options.fold_temperature else None
     folder = options.output or run.path / "export" / options.format
@@ -68,6 +77,7 @@ def export(options: ExportOptions) -> None:
         logits_gap=gap.logits,
         confidence_gap=gap.confidence,
         folding=cost.sentence() if cost else "",
+        license=options.license,
     )
     (folder / "README.md").write_text(model_card(run, facts), encoding="utf-8")
     print(f"wrote {folder} ({options.format}, {result.config['dtype']})")
@@ -76,3 +86,5 @@ def export(options: ExportOptions) -> None:
         print(f"note: {line}")
     for line in result.commands:
         print(line)
+    if options.push is not None:
+        print(f"pushed to {push(folder, options.push, options.private)}")

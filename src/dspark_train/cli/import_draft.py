@@ -13,8 +13,8 @@ from dspark_train.errors import UserError
 class ImportOptions:
     """Options of ``import``."""
 
-    source: Path
-    """Folder of the draft, in any known layout."""
+    source: str
+    """Folder or hub id (owner/name, owner/name@revision) of the draft, in any known layout."""
     output: Path
     """Folder to write."""
     target: str
@@ -32,12 +32,13 @@ def import_draft(options: ImportOptions) -> None:
 
     No code that the draft's folder brings along is ever run.
     """
+    from dspark_train.hub import local_folder
     from dspark_train.interchange.detect import detect, read_draft
     from dspark_train.interchange.importing import import_folder
     from dspark_train.target.config import TargetConfig
     from dspark_train.target.frozen import FrozenTarget
 
-    source, output = options.source, options.output
+    source, output = local_folder(options.source), options.output
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output {output} is not empty; choose another folder")
     chosen = detect(source) if options.layout == "auto" else options.layout

@@ -28,7 +28,7 @@ class EvaluateOptions:
     temperatures: Numbers = Numbers((0.0, 1.0))
     """Sampling temperatures, with commas between; 0 is greedy."""
     drafts: Names = Names()
-    """Further drafts for the same target, as name=folder (a run's or a draft's), with commas between; a
+    """Further drafts for the same target, as name=folder (a run's or a draft's) or name=hub id, with commas between; a
     separately trained parallel draft is one of them."""
     baselines: Names = Names(BASELINES)
     """Of plain, head_off (the run's draft without its sequential head) and prompt_lookup."""

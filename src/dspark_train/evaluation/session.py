@@ -28,6 +28,7 @@ from dspark_train.evaluation.records import RecordFile
 from dspark_train.evaluation.suites import Suite, load_suite
 from dspark_train.evaluation.summary import Bootstrap, EvaluationResult, summarise
 from dspark_train.files import write_result
+from dspark_train.hub import local_folder
 from dspark_train.run import Run, environment
 from dspark_train.target.frozen import FrozenTarget
 
@@ -96,12 +97,12 @@ def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft
     ]
     for spec in options.drafts:
         label, _, given = spec.rpartition("=")
-        path = Path(given)
+        path = local_folder(given)
         folder = draft_folder(path)
         draft = DSparkDraft.load(folder, dtype=target.dtype).eval()
         draft.to(device=target.device)
         draft.borrow(target)
-        opened.append(OpenDraft(label or path.resolve().name, draft, folder, _sts(path, draft, options)))
+        opened.append(OpenDraft(label or Path(given).name, draft, folder, _sts(path, draft, options)))
     labels = [one.label for one in opened]
     if len(set(labels)) < len(labels):
         raise UserError(f"drafts: two of {', '.join(labels)} have one name; write --drafts name=folder")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dspark_train.draft.config import canonical_rope
 from dspark_train.errors import UserError
+from dspark_train.hub import local_folder
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config, write_checkpoint
 from dspark_train.interchange.detect import Layout, detect, read_draft
 from dspark_train.interchange.export import replace_folder
@@ -176,7 +177,7 @@ def import_folder(
 
 
 @torch.no_grad()
-def warm_start(draft: DSparkDraft, source: Path) -> WarmStart:
+def warm_start(draft: DSparkDraft, given: str | Path) -> WarmStart:
     """Copy what ``source`` has into a new draft; heads that it lacks, or has in another form, stay new.
 
     Not resuming: optimiser, schedule and data order start afresh. What was taken and filled in is printed.
@@ -185,11 +186,12 @@ def warm_start(draft: DSparkDraft, source: Path) -> WarmStart:
 
     Args:
         draft: new, made from its target.
-        source: a checkpoint in any known layout.
+        given: folder or hub id of a checkpoint in any known layout.
 
     Raises:
         UserError: the backbone has another shape or other taps.
     """
+    source = local_folder(str(given))
     layout = detect(source)
     checkpoint = read_draft(source, layout)
     notes = [*checkpoint.notes, *_check_backbone(source, checkpoint.config, draft.config)]

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_train.calibration.io import Calibration
 from dspark_train.errors import UserError
+from dspark_train.hub import local_folder
 from dspark_train.run import STS_FILE, Dtype, Run
 
 if TYPE_CHECKING:
     from dspark_train.draft.model import DSparkDraft
     from dspark_train.target.frozen import FrozenTarget
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,31 +51,6 @@ def open_pair(source: str, target: str | None = None, dtype: Dtype | None = None
             )
         return Pair(run.target, run.draft, run, None)
     return _open_draft(folder, target or named_target(folder), dtype)
-
-
-def local_folder(source: str) -> Path:
-    """Folder that ``source`` names; a hub id is downloaded first, weights in safetensors only.
-
-    Raises:
-        UserError: neither a folder nor a hub id, or the hub does not give it.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or not _HUB_ID.fullmatch(source):
-        raise UserError(f"draft {source}: no such folder, and no hub id (owner/name or owner/name@revision)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    name, _, revision = source.partition("@")
-    wanted = ["*.json", "*.safetensors", "*.yaml", "*.md", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"draft {source}: no such folder here, and the hub did not give it: {reason}"
-        ) from error
 
 
 def named_target(folder: Path) -> str:

@@ -44,6 +44,8 @@ class CardFacts:
     """Largest difference of a confidence logit; None without a confidence head."""
     folding: str = ""
     """What folding one temperature into the confidence head costs, in words; empty where none was folded."""
+    license: str | None = None
+    """As the hub names it; None says nothing."""
 
 
 def model_card(run: Run, exported: CardFacts) -> str:
@@ -54,7 +56,7 @@ def model_card(run: Run, exported: CardFacts) -> str:
         exported: the export.
     """
     parts = [
-        _front_matter(exported),
+        _front_matter(run, exported),
         f"# DSpark draft for {exported.target}",
         _introduction(exported),
         _section("Serving", _serving(exported)),
@@ -73,12 +75,35 @@ def _section(title: str, body: str) -> str:
     return f"## {title}\n\n{body}" if body else ""
 
 
-def _front_matter(exported: CardFacts) -> str:
-    base = "" if _is_path(exported.target) else f"base_model: {exported.target}\n"
-    return (
-        f"---\nlibrary_name: {'speculators' if exported.format == 'speculators' else 'transformers'}\n{base}"
-        "tags:\n- speculative-decoding\n- dspark\n- draft-model\n---"
+def _front_matter(run: Run, exported: CardFacts) -> str:
+    """What the hub reads: target, licence, tags, and the measured numbers as its ``model-index``."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    measured = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="held-out-prompts",
+            dataset_name=f"{mode.prompts} held-out prompts" if mode.prompts else "held-out prompts",
+            metric_type=kind,
+            metric_name=f"{name}, {mode_name(mode.temperature).lower()}",
+            metric_value=round(value, 4),
+        )
+        for mode in results.decoded_modes(run)
+        for kind, name, value in (
+            ("accepted-length", "accepted length (τ)", mode.tau),
+            ("speedup", "speedup over plain decoding", mode.speedup.value if mode.speedup else None),
+        )
+        if value is not None
+    ]
+    data = ModelCardData(
+        base_model=None if _is_path(exported.target) else exported.target,
+        library_name="speculators" if exported.format == "speculators" else "transformers",
+        license=exported.license,
+        tags=["speculative-decoding", "dspark", "draft-model"],
+        model_name=f"DSpark draft for {exported.target}" if measured else None,
+        eval_results=measured or None,
     )
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _is_path(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ class DSparkModule(LightningModule):
             draft: shape of the draft.
             objective: coefficients of the loss.
             optimizer: optimiser and schedule.
-            init_from: a draft checkpoint, of any format that ``import`` reads, whose weights to start from.
+            init_from: folder or hub id of a draft in any format that ``import`` reads, whose weights to start from.
         """
         super().__init__()
         self.target_config, self.recipe = target, draft
@@ -146,16 +145,16 @@ class DSparkModule(LightningModule):
             pairs = answer_pairs(self._training_store("draft.head_start bigrams"), token_ids)
             start_from_bigrams(self.draft.markov_head, *pairs)
         if self.init_from:
-            self.warm_start(self.draft, Path(self.init_from))
+            self.warm_start(self.draft, self.init_from)
         elif self.recipe.init == "linear":
             self.draft.to(self.target.device)
             batches = self._training_data("draft.init linear").first_batches()
             start_linearly(self.draft, gather_samples(batches, self._states))
 
     @staticmethod
-    def warm_start(draft: DSparkDraft, path: Path) -> None:
+    def warm_start(draft: DSparkDraft, source: str) -> None:
         """Copy the weights of a draft that this project wrote; the command line puts a reader of all formats here."""
-        draft.load_state_dict(DSparkDraft.load(path).state_dict())
+        draft.load_state_dict(DSparkDraft.load(source).state_dict())
 
     def _draft_vocabulary(self) -> Tensor | None:
         if self.recipe.vocab_size is None and self.recipe.vocab_coverage is None:
