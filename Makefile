@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint check setup clean
+.PHONY: quickstart test lint setup docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m dspark_train fit --config configs/quickstart.yaml
@@ -21,6 +21,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 setup: $(VENV)/.installed-dev
+
+# The documentation, in site/; a broken link or a name that does not exist stops it.
+docs: $(VENV)/.installed-dev
+	$(call aloud,installing the documentation's tools,$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]")
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Run a command, and say every twenty seconds that it still runs.
 define aloud
