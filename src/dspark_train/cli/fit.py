@@ -30,6 +30,7 @@ from dspark_train.cli.calibrate import calibrate
 from dspark_train.cli.decode import decode
 from dspark_train.cli.parsing import STRICT, explain, stage_options
 from dspark_train.cli.report import report
+from dspark_train.cli.tracking import record_recipe, record_results, same_record
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
@@ -95,6 +96,7 @@ class DSparkCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Open the run's folder before anything heavy is loaded."""
         config = self.config[self.subcommand]
+        config.run.folder = config.trainer.default_root_dir = expand(config.run.folder)
         first = _get_rank() in (None, 0)
         folder = Path(config.run.folder)
         if self.subcommand == "fit":
@@ -115,6 +117,7 @@ class DSparkCLI(LightningCLI):
             else:  # rank zero opens the folder; the others only look for what to resume from
                 checkpoints = None if config.run.overwrite else folder / "trainer"
             latest = latest_checkpoint(checkpoints) if checkpoints else None
+            self.store_draft = same_record(config, folder)
             if latest is not None:
                 say(f"continuing the run in {config.run.folder} from {latest.name}")
                 config.ckpt_path, config.weights_only = str(latest), False
@@ -154,10 +157,25 @@ class DSparkCLI(LightningCLI):
         """The accumulation follows from the global batch and the number of ranks."""
         self.model.warm_start = warm_start
         self.trainer.accumulate_grad_batches = self.datamodule.accumulation(self.trainer.world_size)
+        record_recipe(self.trainer.loggers, Run(Path(self.trainer.default_root_dir)))
 
     def after_fit(self) -> None:
         """Export the draft, then run the stages that the config names."""
         finish(self.trainer, self.model, self.config["fit"])
+        if self.trainer.is_global_zero:
+            record_results(self.trainer.loggers, Run(Path(self.trainer.default_root_dir)), self.store_draft)
+
+
+def expand(folder: Path | str) -> str:
+    """The folder of a run, with the environment's variables in it: a sweep names its runs by ``$WANDB_RUN_ID``.
+
+    Raises:
+        UserError: a variable that is not set.
+    """
+    found = os.path.expandvars(str(folder))
+    if "$" in found:
+        raise UserError(f"run.folder {folder} names an environment variable that is not set")
+    return found
 
 
 CHOICES = "DSPARK_TRAIN_CHOICES"
