@@ -138,21 +138,22 @@ class Writer:
 
     def answer(self, messages: Sequence[dict[str, Any]]) -> str:
         """Decode the answer to a conversation and show it; returns its text."""
-        ids = self._ids(messages)
+        ids = self.prompt_ids(messages)
         decoder = self.plain if self.plainly else self.drafted
         texts = []
         with self.screen.answering(self.summary) if not self.quiet else self.screen.nothing() as show:
-            for text, by_draft in self._texts(decoder, ids, self.options.max_new_tokens, self.plainly):
+            for text, by_draft in self.texts(decoder, ids, self.options.max_new_tokens, self.plainly):
                 texts.append(text)
                 show(text, by_draft)
         if not self.plainly and not self.pace[True].rounds:
-            for _ in self._texts(self.plain, ids, COMPARED, True):
+            for _ in self.texts(self.plain, ids, COMPARED, True):
                 pass
         if not self.quiet:
             self.screen.note(self.summary())
         return "".join(texts)
 
-    def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
         from dspark_train.data.conversations import BadConversation, Conversation
 
         try:
@@ -161,7 +162,8 @@ class Writer:
             raise UserError(f"the target's chat template refuses the conversation: {error}") from error
         return list(self.pair.target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _texts(self, decoder: Decoder, ids: list[int], limit: int, plain: bool) -> Iterator[tuple[str, bool]]:
+    def texts(self, decoder: Decoder, ids: list[int], limit: int, plain: bool) -> Iterator[tuple[str, bool]]:
+        """Pieces of an answer, each with whether the draft wrote it; counted as plain decoding or not."""
         from dspark_train.decoding.stream import Detokenizer, stream
 
         writer = Detokenizer(self.pair.target.tokenizer)
