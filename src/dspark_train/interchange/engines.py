@@ -73,6 +73,8 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
         rules |= {
             "it embeds draft tokens with the target's unscaled table; this target scales its embeddings by "
             f"{config['embedding_scale']:g}": config["embedding_scale"] != 1.0,
+            "its layers with a window are causal within a block, and this draft's see all of it (train with "
+            "draft.sliding_window_non_causal false)": config["sliding_window_non_causal"],
             "it has no reduced draft vocabulary": config.get("draft_vocab_size") is not None,
             f"it rotates whole heads; partial_rotary_factor is {partial}": partial not in (None, 1.0),
             f"its feed-forward layers know silu only, not {config['hidden_act']}": config["hidden_act"]
