@@ -12,6 +12,7 @@ import torch
 from dspark_train.data.load import Load, expected_load
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.data.sampler import accumulation
+from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.cost import head_parameters, trained_parameters
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -101,7 +102,9 @@ class Plan:
         lines = [
             f"trained parameters   {self.trained / 1e6:,.1f} M  (backbone "
             f"{(self.trained - heads) / 1e6:,.1f} M, heads {heads / 1e6:,.1f} M)",
-            f"frozen parameters    {self.frozen / 1e6:,.1f} M",
+            *describe(self.cost.draft.config),
+            f"frozen parameters    {self.frozen / 1e6:,.1f} M"
+            + (f", {self.cost.target.active / 1e6:,.1f} M per token" if self.cost.target.experts else ""),
             f"micro-batch          {self.load.sequences} sequences, {self.load.tokens:,} tokens, "
             f"{self.load.blocks:,} blocks, {self.load.rows:,} supervised slots",
             f"accumulation         {self.accumulation} micro-batches × {self.ranks} ranks",
@@ -131,6 +134,26 @@ class Plan:
                 f"largest micro-batch  {self.largest} sequences fit in {(self.gpu_bytes or 0) / gib:.0f} GiB"
             )
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def describe(config: DSparkConfig) -> list[str]:
+    """Lines that say the draft's shape: it need not be its target's."""
+    rope = config.rope_parameters or {}
+    scaling = {name: value for name, value in rope.items() if name not in ("rope_type", "rope_theta")}
+    kind = ", ".join([str(rope["rope_type"]), *(f"{name} {value}" for name, value in scaling.items())])
+    windowed = [index for index, sight in enumerate(config.sights) if sight.window is not None]
+    lines = [
+        f"draft layers         {config.num_hidden_layers}, hidden size {config.hidden_size:,}, feed-forward "
+        f"{config.intermediate_size:,} ({config.hidden_act})",
+        f"draft attention      {config.num_attention_heads} heads of {config.head_dim}, "
+        f"{config.num_key_value_heads} of keys and values, rope theta {rope['rope_theta']:,.0f} ({kind})",
+    ]
+    if windowed:
+        lines.append(
+            f"draft windows        {config.sliding_window:,} positions in layers {', '.join(map(str, windowed))}, "
+            f"{'both ways' if config.sliding_window_non_causal else 'causal'} within a block"
+        )
+    return lines
 
 
 def make_plan(
