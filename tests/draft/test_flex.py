@@ -45,7 +45,7 @@ def dense(
         torch.cat([context.flatten(0, 1), block.flatten(0, 1)]).repeat_interleave(groups, 1)
         for context, block in ((ck, bk), (cv, bv))
     )
-    mask = visible(blocks, *ck.shape[:2], sight).to(q.device)
+    mask = visible(blocks, ck.shape[0], ck.shape[1], sight).to(q.device)
     scores = torch.einsum("ihd,jhd->hij", q.flatten(0, 1), keys) * scale
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("hij,jhd->ihd", weights, values).view(q.shape)
@@ -182,14 +182,18 @@ def test_few_programs_serve_all_batches() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
-def test_compiled_on_a_gpu_values_and_gradients_equal_the_dense_form(heads: int, kv_heads: int) -> None:
-    tensors, blocks, batch, length = case(heads, kv_heads, 1, (40, 0, 25))
+@pytest.mark.parametrize("counts", [(40, 0, 25), (9,), (1,)], ids=str)  # nine: fewer than 128 slots
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_compiled_on_a_gpu_values_and_gradients_equal_the_dense_form(
+    heads: int, kv_heads: int, counts: tuple[int, ...], sight: Sight
+) -> None:
+    tensors, blocks, batch, length = case(heads, kv_heads, 1, counts)
     tensors = tuple(
         torch.cat([part, part], dim=-1).float().detach().cuda().requires_grad_() for part in tensors
     )
     blocks = blocks.to("cuda")
-    oracle = dense(*tensors, blocks, 0.3, EVERYTHING)
-    ours = flex_block_attention(*tensors, FlexLayout.of(blocks, batch, length), 0.3)
+    oracle = dense(*tensors, blocks, 0.3, sight)
+    ours = flex_block_attention(*tensors, FlexLayout.of(blocks, batch, length, sight), 0.3)
     torch.testing.assert_close(ours, oracle, rtol=2e-3, atol=2e-3)
     weight = torch.randn_like(oracle)
     expected = torch.autograd.grad((oracle * weight).sum(), tensors)
