@@ -41,8 +41,8 @@ class FlexLayout:
     ) -> FlexLayout:
         """Make the mask of ``blocks`` over ``num_sequences`` rows of ``context_length`` tokens.
 
-        Nothing waits for the device. Memory: five bytes per slot and key span, and some 16 per pair of tiles, a
-        thousandth of a byte per query and key.
+        Nothing waits for the device. Memory: some 80 bytes per pair of tiles, a two-hundredth of a byte per query and
+        key (7 MiB for eight sequences of 1,024 tokens with 512 blocks of seven slots each).
         """
         count, slots = blocks.slot_ids.shape
         contexts = num_sequences * context_length
