@@ -84,6 +84,14 @@ def test_rope_is_the_targets_where_engines_share_it(fields: dict[str, Any], expe
     assert config_of("llama", **fields).rope_parameters == expected
 
 
+def test_magnitudes_that_not_every_engine_reads_are_left_to_the_draft() -> None:
+    rope = YARN | {"rope_theta": 1e6, "beta_fast": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "other": 2.0}
+    assert config_of("llama", rope_parameters=rope).rope_parameters == YARN | {
+        "rope_theta": 1e6,
+        "beta_fast": 16.0,
+    }
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 

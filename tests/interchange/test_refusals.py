@@ -177,6 +177,7 @@ def test_configurations_that_do_not_fit_are_refused(folder: Path, values: dict[s
         read_draft(folder)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -217,6 +218,9 @@ def test_whatever_a_configuration_holds_the_answer_is_a_line(
         ({"embedding_scale": 8.0}, "", "scales its embeddings by 8"),
         ({"draft_vocab_size": 20}, "", "no reduced draft vocabulary"),
         ({"hidden_act": "gelu"}, "", "silu only, not gelu"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor", "attention_factor"),
+        ({"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "mscale_all_dim", ""),
+        ({"rope_parameters": YARN | {"truncate": False}}, "", ""),
         ({"sliding_window": 8, "sliding_window_non_causal": True}, "", "causal within a block"),
     ],
 )

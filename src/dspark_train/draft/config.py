@@ -21,11 +21,18 @@ class RopeKeys(NamedTuple):
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    unshared: tuple[str, ...] = ()
+    """Optional ones that some engines leave out."""
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Every key that all engines read."""
+        return ("rope_type", "rope_theta", *self.required, *self.optional)
 
     @property
     def all(self) -> tuple[str, ...]:
         """Every key that a configuration may hold."""
-        return ("rope_type", "rope_theta", *self.required, *self.optional)
+        return (*self.shared, *self.unshared)
 
 
 ROPE_TYPES = {
@@ -34,7 +41,8 @@ ROPE_TYPES = {
     "llama3": RopeKeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
     "yarn": RopeKeys(
         ("factor", "original_max_position_embeddings"),
-        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        ("beta_fast", "beta_slow", "truncate"),
+        ("attention_factor", "mscale", "mscale_all_dim"),
     ),
 }
 """Rotary embeddings that drafts, engines and the independent reader compute alike, whatever a sequence's length."""

@@ -213,7 +213,7 @@ def rope_settings(given: dict[str, Any] | None, target: Any) -> dict[str, Any]:
     whole = theirs.get("partial_rotary_factor") in (None, 1, 1.0) and "mrope_section" not in theirs
     own = theta
     if keys is not None and whole and not has_latent_attention(target) and set(keys.required) <= set(theirs):
-        own = {name: value for name, value in theirs.items() if name in keys.all and value is not None}
+        own = {name: value for name, value in theirs.items() if name in keys.shared and value is not None}
     if given is None:
         return own
     settings = {**(theta if "rope_type" in given else own), **given}

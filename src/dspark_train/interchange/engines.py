@@ -54,6 +54,9 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
             config["mask_token_id"] >= config["vocab_size"]
         ),
         f"rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}": kind not in ROPE_TYPES,
+        "it scales yarn's rotations by factor alone, and draft.rope sets attention_factor": (
+            kind == "yarn" and rope.get("attention_factor") is not None
+        ),
         "it applies no soft-cap to draft logits, and this target caps at "
         f"{config['final_logit_softcapping']}: "
         "drafts, and so acceptance, differ from what is measured here": bool(
@@ -64,6 +67,9 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
         rules |= {
             f"its loader knows vanilla heads only, not {config['markov_head_type']}": (
                 config["markov_head_type"] in ("gated", "rnn")
+            ),
+            "it scales yarn's rotations by factor alone, and draft.rope sets mscale and mscale_all_dim": bool(
+                kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim")
             ),
             f"head_dim {config['head_dim']} is not one of {', '.join(map(str, VLLM_HEAD_DIMS))}": (
                 config["head_dim"] not in VLLM_HEAD_DIMS
