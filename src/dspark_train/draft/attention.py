@@ -29,8 +29,9 @@ class AttentionLayout:
     has M blocks, and nothing needs to be gathered."""
     slot: Tensor
     """``[N]`` int64: place of each block in the table."""
-    visible: Tensor
-    """``[B, 1, M·γ, T + M·γ]`` bool: keys that each slot sees, of its sequence's context and of all its blocks."""
+    mask: Tensor
+    """``[B, 1, M·γ, T + M·γ]`` float32: 0 for the keys that a slot sees, of its sequence's context and of all its
+    blocks, −∞ for others. Fused attention would make this of booleans again in every layer, and keep it."""
 
     @classmethod
     def of(
@@ -59,9 +60,10 @@ class AttentionLayout:
         within = within.tril() if sight.causal else within
         same = torch.eye(width, dtype=torch.bool, device=device)
         block = (same[:, None, :, None] & within[:, None, :]).view(width * slots, width * slots)
-        visible = torch.cat([context.flatten(1, 2), block.expand(num_sequences, -1, -1)], dim=-1)
+        visible = torch.cat([context.flatten(1, 2), block.expand(num_sequences, -1, -1)], dim=-1)[:, None]
+        mask = torch.zeros(visible.shape, device=device).masked_fill_(visible.logical_not_(), float("-inf"))
         full = count == num_sequences * width
-        return cls(None if full else table, slot, visible[:, None])
+        return cls(None if full else table, slot, mask)
 
 
 def block_attention(
@@ -108,7 +110,7 @@ def block_attention(
             wide(by_sequence(query)),
             wide(torch.cat([context_key, by_sequence(block_key)], dim=1)),
             wide(torch.cat([context_value, by_sequence(block_value)], dim=1)),
-            attn_mask=layout.visible,
+            attn_mask=layout.mask.to(accurate),
             scale=scale,
             enable_gqa=heads != kv_heads,
         )
