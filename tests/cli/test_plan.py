@@ -244,6 +244,20 @@ def test_known_targets_have_the_published_sizes() -> None:
         assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
 
 
+def test_a_length_costs_its_tokens_and_no_more_than_its_anchors() -> None:
+    """Beyond the most anchors of a sequence, memory grows by states alone."""
+    found = plan_of("qwen3_4b", flags=ON_THE_PAPERS_DATA)
+    (short, _), (long, flops) = found.by_length[16_384], found.by_length[32_768]
+    config, item = found.cost.draft.config, 2
+    keys = 4 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+    states = (
+        found.cost.target.pass_bytes(1, len(config.layer_ids), item) + (keys + 3 * config.hidden_size) * item
+    )
+    assert long - short == pytest.approx(16_384 * states, rel=0.01)
+    assert flops > 2 * found.by_length[16_384][1] * 0.9
+    assert "one sequence of    1k" in str(found)
+
+
 def test_experts_and_the_drafts_own_shape_are_counted(tmp_path: Path) -> None:
     """DeepSeek V3, as published: 671 B parameters, 37 B of them for each token."""
     AutoConfig.for_model("deepseek_v3").save_pretrained(tmp_path)

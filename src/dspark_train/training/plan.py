@@ -37,6 +37,8 @@ GPUS = {
 """Dense bf16 TFLOP/s and memory in GB, from the vendors' data sheets."""
 ASSUMED_SAMPLES = 1_000_000
 """Training sequences of a recipe whose data are not prepared yet: about what the paper trains on."""
+LENGTHS = (1024, 4096, 16_384, 32_768)
+"""Tokens of a sequence for which a plan says what one costs."""
 UTILISATION = 0.4
 """Share of the peak that the matrix products of such a step reach; an assumption, printed with the estimate."""
 
@@ -79,6 +81,8 @@ class Plan:
     cache_bytes: int
     largest: int | None
     """Sequences of the largest micro-batch that fits on the GPU."""
+    by_length: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Bytes per GPU and FLOPs of one sequence, by its tokens."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -117,7 +121,12 @@ class Plan:
             f"{'none' if stage == 0 else f'ZeRO-{stage}'} {size / gib:.2f}"
             for stage, size in self.by_stage.items()
         )
-        lines += [f"  by stage (GiB)     {stages}", ""]
+        lines.append(f"  by stage (GiB)     {stages}")
+        lengths = "   ".join(
+            f"{tokens // 1024}k {size / gib:.2f}, {flops / 1e12:.1f} T"
+            for tokens, (size, flops) in self.by_length.items()
+        )
+        lines += [f"  one sequence of    {lengths}  (GiB, FLOPs)", ""]
         total = sum(self.flops.values())
         lines += [f"FLOPs per step       {total / 1e12:,.2f} T over all ranks"]
         lines += [f"  {name:<18} {100 * value / total:5.1f} %" for name, value in self.flops.items()]
@@ -238,6 +247,13 @@ def make_plan(
         gpu_bytes=gpu_bytes,
         cache_bytes=tokens * bytes_per_token(len(config.layer_ids), config.hidden_size, cost.target_item),
         largest=largest,
+        by_length={
+            tokens: (sum(cost.memory(one, stage, ranks).values()), sum(cost.flops(one).values()))
+            for tokens in LENGTHS
+            for one in [
+                expected_load(1, tokens, facts.answer_share, data.num_anchors, draft.config.block_size)
+            ]
+        },
         notes=notes,
     )
 
