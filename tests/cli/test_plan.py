@@ -13,7 +13,7 @@ import torch
 import yaml
 from tiny_data import tiny_recipe
 from tiny_models import tiny_model
-from transformers import Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3ForCausalLM
 
 from dspark_train.cli.main import main
 from dspark_train.cli.planning import KNOWN_TARGETS, plan, target_model
@@ -242,6 +242,45 @@ def test_known_targets_have_the_published_sizes() -> None:
         model = target_model(TargetConfig(name))
         assert sum(parameter.numel() for parameter in model.parameters()) == sizes[name]
         assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
+
+
+def test_a_length_costs_its_tokens_and_no_more_than_its_anchors() -> None:
+    """Beyond the most anchors of a sequence, memory grows by states alone."""
+    found = plan_of("qwen3_4b", flags=ON_THE_PAPERS_DATA)
+    (short, _), (long, flops) = found.by_length[16_384], found.by_length[32_768]
+    config, item = found.cost.draft.config, 2
+    keys = 4 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+    states = (
+        found.cost.target.pass_bytes(1, len(config.layer_ids), item) + (keys + 3 * config.hidden_size) * item
+    )
+    assert long - short == pytest.approx(16_384 * states, rel=0.01)
+    assert flops > 2 * found.by_length[16_384][1] * 0.9
+    assert "one sequence of    1k" in str(found)
+
+
+def test_experts_and_the_drafts_own_shape_are_counted(tmp_path: Path) -> None:
+    """DeepSeek V3, as published: 671 B parameters, 37 B of them for each token."""
+    AutoConfig.for_model("deepseek_v3").save_pretrained(tmp_path)
+    flags = ["--target.name_or_path", "deepseek", "--target_config", str(tmp_path / "config.json")]
+    flags += ["--target.layer_ids", "[1,15,29,43,58]", "--draft.sliding_window", "2048"]
+    found = plan_of("qwen3_4b", flags=[*flags, "--draft.full_attention_layers", "[4]", "--draft.rope", YARN])
+    assert found.frozen == 671_026_404_352
+    assert found.cost.target.active == pytest.approx(37.5e9, rel=0.01)
+    assert found.flops["target"] == pytest.approx(plan_tokens(found) * 2 * 37.5e9, rel=0.2)
+    for said in (
+        "5, hidden size 7,168, feed-forward 18,432 (silu)",
+        "56 heads of 128, 8 of keys and values, rope theta 10,000 (yarn, factor 4.0",
+        "2,048 positions in layers 0, 1, 2, 3, causal within a block",
+        "671,026.4 M, 37,552.3 M per token",
+    ):
+        assert said in str(found)
+
+
+YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 4096}"
+
+
+def plan_tokens(found: Plan) -> float:
+    return found.load.tokens * found.accumulation * found.ranks
 
 
 def test_the_command_prints_every_part(

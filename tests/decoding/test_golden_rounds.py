@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from golden import HEADS, load_golden
@@ -54,22 +56,37 @@ def test_rejected_context_and_block_slots_leave_no_trace() -> None:
     torch.testing.assert_close(first, second)
 
 
+WINDOWS = [{}, {"sliding_window": 7}, {"sliding_window": 6, "full_attention_layers": [1]},
+           {"sliding_window": 7, "sliding_window_non_causal": True}]  # fmt: skip
+
+
 @pytest.mark.parametrize("head", ["vanilla", "rnn", "none"])
+@pytest.mark.parametrize("windows", WINDOWS, ids=["whole", "window", "some", "both ways"])
+@pytest.mark.parametrize("prompts", [[[5, 9, 11, 40]], [[5, 9, 11, 40, 3, 8, 2, 61, 17], [7, 30]]])
 @torch.inference_mode()
-def test_decoding_drafts_what_the_training_pass_predicts(head: str) -> None:
+def test_decoding_drafts_what_the_training_pass_predicts(
+    head: str, windows: dict[str, Any], prompts: list[list[int]]
+) -> None:
     """Every block that was drafted while decoding, again as one packed training pass over the finished text."""
     target = tiny_target()
-    draft = tiny_draft(target, head=head)
-    prompt = [5, 9, 11, 40]
-    result = generate(target, draft, [prompt], max_new_tokens=24, stop_token_ids=[])
-    trace, text = result.trace, torch.tensor([[*prompt, *result.tokens[0]]])
-    anchors = text[0, trace.anchor]
-    slot_ids = torch.full(trace.proposed.shape, draft.config.mask_token_id)
-    slot_ids[:, 0] = anchors
-    nothing = torch.zeros_like(slot_ids)
-    blocks = Blocks(torch.zeros_like(trace.anchor), trace.anchor, slot_ids, nothing, nothing, nothing.bool())
-    hidden = draft(target.states(text).features, blocks).hidden
-    proposal = DraftPass(draft, slots=1, length=1).walk(hidden, anchors, SamplingRule())
-    assert torch.equal(proposal.tokens, trace.proposed)
-    assert proposal.confidence_logits is not None
-    torch.testing.assert_close(proposal.confidence_logits, trace.confidence_logits, atol=1e-3, rtol=1e-3)
+    draft = tiny_draft(target, head=head, **windows)
+    graphs = len(prompts) > 1  # fixed shapes too
+    result = generate(
+        target, draft, prompts, max_new_tokens=24, stop_token_ids=[], batch_size=2, graphs=graphs
+    )
+    for index, prompt in enumerate(prompts):
+        trace, text = result.trace, torch.tensor([[*prompt, *result.tokens[index]]])
+        own = trace.request == index
+        anchor, proposed = trace.anchor[own], trace.proposed[own]
+        anchors = text[0, anchor]
+        slot_ids = torch.full(proposed.shape, draft.config.mask_token_id)
+        slot_ids[:, 0] = anchors
+        nothing = torch.zeros_like(slot_ids)
+        blocks = Blocks(torch.zeros_like(anchor), anchor, slot_ids, nothing, nothing, nothing.bool())
+        hidden = draft(target.states(text).features, blocks).hidden
+        proposal = DraftPass(draft, slots=1, length=1).walk(hidden, anchors, SamplingRule())
+        assert torch.equal(proposal.tokens, proposed)
+        assert proposal.confidence_logits is not None
+        torch.testing.assert_close(
+            proposal.confidence_logits, trace.confidence_logits[own], atol=1e-3, rtol=1e-3
+        )

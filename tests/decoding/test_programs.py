@@ -42,10 +42,16 @@ def test_sizes_hold_what_they_pad_and_waste_little(rows: int) -> None:
     block=st.booleans(),
     window=st.sampled_from([None, 3, 50]),
     softcap=st.sampled_from([None, 4.0]),
+    causal=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_fixed_shapes_attend_as_ragged_ones(
-    rows: list[tuple[int, int]], block: bool, window: int | None, softcap: float | None, seed: int
+    rows: list[tuple[int, int]],
+    block: bool,
+    window: int | None,
+    softcap: float | None,
+    causal: bool,
+    seed: int,
 ) -> None:
     """Same keys and values written, same states read, whatever was padded (float64)."""
     counts = [4 if block else count for count, _ in rows]
@@ -62,12 +68,12 @@ def test_fixed_shapes_attend_as_ragged_ones(
             buffer[:6] = old
     total = sum(counts)
     query, key, value = random(4, total, 8), random(2, total, 8), random(2, total, 8)
-    expected = RaggedStep(caches[0], ragged).attend(0, query, key, value, 0.3, window, softcap)
+    expected = RaggedStep(caches[0], ragged).attend(0, query, key, value, 0.3, window, softcap, causal)
 
     fixed = Programs(6, CPU).place(ragged, 4, caches[1].length)
     padding = fixed.rows - total
     padded = [torch.cat([x, random(x.shape[0], padding, 8)], dim=1) for x in (query, key, value)]
-    found = RaggedStep(caches[1], fixed).attend(0, *padded, 0.3, window, softcap)
+    found = RaggedStep(caches[1], fixed).attend(0, *padded, 0.3, window, softcap, causal)
     rounding = 1e-12 if softcap is None else 1e-6  # soft-capped scores are normalised in float32
     torch.testing.assert_close(found[:total], expected, rtol=rounding, atol=rounding)
     assert bool(found.isfinite().all())

@@ -17,6 +17,7 @@ from tiny_data import tiny_recipe
 
 from dspark_train.cli.main import main
 from dspark_train.decoding.decoder import generate
+from dspark_train.draft.config import EVERYTHING, Sight
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.run import Run
 
@@ -108,6 +109,36 @@ def test_stages_are_commands_of_their_own(run: Path, monkeypatch) -> None:
     call(monkeypatch, "export", run)
     for name in ("decode.json", "calibration.json", "report.html", "export/native/config.json"):
         assert (run / name).is_file(), name
+
+
+def test_a_draft_of_its_own_shape_goes_all_the_way(ready: Path, monkeypatch, tmp_path) -> None:
+    """Windows in one of two layers, heads and widths unlike the target's, scaled rope: trained to served."""
+    run, rope = tmp_path / "run", "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 64}"
+    words = ["fit", "--config", ready / "tiny.yaml", "--run.folder", run, "--run.after", "[decode]"]
+    words += ["--draft.num_layers", 2, "--draft.sliding_window", 8, "--draft.full_attention_layers", "[1]"]
+    words += ["--draft.num_attention_heads", 3, "--draft.num_key_value_heads", 3, "--draft.head_dim", 32]
+    call(monkeypatch, *words, "--draft.intermediate_size", 40, "--draft.rope", rope)
+    assert json.loads((run / "decode.json").read_text())["identical"] is True
+    draft = DSparkDraft.load(run / "draft")
+    assert draft.config.sights == (Sight(8, causal=True), EVERYTHING)
+    assert draft.rotary.attention_scaling > 1
+    call(monkeypatch, "export", run, "--format", "speculators")
+    target = yaml.safe_load((ready / "tiny.yaml").read_text())["target"]["name_or_path"]
+    call(
+        monkeypatch,
+        "import",
+        run / "export" / "speculators",
+        tmp_path / "back",
+        "--target.name_or_path",
+        target,
+    )
+    back = DSparkDraft.load(tmp_path / "back")
+    assert (back.config.sights, back.config.rope_parameters) == (
+        draft.config.sights,
+        draft.config.rope_parameters,
+    )
+    for name, value in draft.state_dict().items():
+        torch.testing.assert_close(back.state_dict()[name].float(), value.float(), rtol=0, atol=1e-2)
 
 
 def test_flags_win_over_files(ready: Path, monkeypatch, capsys) -> None:

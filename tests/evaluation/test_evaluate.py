@@ -196,9 +196,11 @@ def test_command_writes_table_and_the_report_shows_it(
 ) -> None:
     arguments = [str(folders["run"]), "gsm8k,mt-bench", f"--suites_dir={folders['suites']}", "--prompts=2"]
     arguments += ["--temperatures=0", "--baselines=plain,head_off", "--max_new_tokens=8", "--resamples=50"]
+    arguments += ["--by_context=1k"]
     run_command(evaluate, arguments, "evaluate")
     printed = capsys.readouterr().out
     assert "| macro average |" in printed
+    assert "| 0 to 1,023 |" in printed
     assert (folders["run"] / "evaluation" / "suites.md").read_text() in printed
     run_command(report, [str(folders["run"])], "report")
     html = (folders["run"] / "report.html").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.errors import UserError
+from dspark_train.evaluation.context import context_edges
 from dspark_train.evaluation.records import Record, RecordFile, count_trace
 from dspark_train.evaluation.summary import Bootstrap, EvaluationResult, summarise
 from dspark_train.files import read_result, write_result
@@ -59,7 +61,9 @@ def test_counts_of_a_trace_by_hand() -> None:
     )
     counts = count_trace(trace)
     # slot 1 was verified in three rounds; slot 2 reached in two of them and kept in one; slot 3 in that one
-    assert counts == {"rounds": 4, "committed": 9, "reached": [3, 2, 1], "kept": [3, 1, 1], "bins": []}
+    positions = {"anchors": [0, 1, 2, 3], "gained": [4, 2, 2, 1]}
+    expected = {"rounds": 4, "committed": 9, "reached": [3, 2, 1], "kept": [3, 1, 1], "bins": []}
+    assert counts == expected | positions
 
 
 def test_calibration_error_of_records_is_that_of_the_joined_trace() -> None:
@@ -121,6 +125,43 @@ def test_numbers_of_the_table_by_hand() -> None:
     assert difference.macro.value == pytest.approx(0.05)
     assert difference.macro.low == pytest.approx(0.05)
     assert difference.suites["gsm8k"].high == pytest.approx(0.1)
+
+
+def test_accepted_length_by_position_by_hand(tmp_path: Path) -> None:
+    anchors, gained = [5, 1023, 1024, 4000, 9000], [4, 2, 3, 1, 1]
+    records = [record("plain", i) for i in range(3)]
+    for i in range(3):
+        for method, more in (("draft", 0), ("b", 1)):
+            whole = {"anchors": anchors, "gained": [value + more for value in gained], "rounds": 5}
+            records.append(dataclasses.replace(record(method, i), **whole))
+    edges = context_edges(["1k", "4k", "8192", "16K"])
+    assert edges == [1024, 4096, 8192, 16384]
+    result = summarise(records, METHODS, {}, BOOT, edges)
+    found = result.results[0].contexts
+    assert [(c.first, c.last) for c in found] == [(0, 1023), (1024, 4095), (8192, 16383)]
+    assert [c.tau["draft"].value for c in found] == [3.0, 2.0, 1.0]
+    assert [c.tau["b"].value for c in found] == [4.0, 3.0, 2.0]
+    assert [c.rounds["draft"] for c in found] == [6, 6, 3]
+    assert sum(c.rounds["draft"] * (c.tau["draft"].value or 0) for c in found) == 3 * sum(gained)
+    write_result(tmp_path / "suites.json", result)
+    assert read_result(tmp_path / "suites.json", EvaluationResult) == result
+    text = evaluation_markdown(result)
+    assert re.search(r"\| 1,024 to 4,095 \| 2\.00 \(2\.00.*2\.00\) \| 6 \|", text)
+    section = suites_section("suites", result)
+    assert section is not None
+    assert any("by position of the anchor" in table.caption for table in section.tables)
+    assert not summarise(records, METHODS, {}, BOOT).results[0].contexts
+
+
+@pytest.mark.parametrize("words", [["1m"], ["4k", "1k"], ["0"], ["1k", "1024"], ["-1"]])
+def test_ranges_that_are_none_are_refused(words: list[str]) -> None:
+    with pytest.raises(UserError, match="must be ascending positions"):
+        context_edges(words)
+
+
+def test_records_without_positions_are_refused_by_position() -> None:
+    with pytest.raises(UserError, match="hold no positions"):
+        summarise([record("draft", 0)], METHODS[1:2], {}, BOOT, [1024])
 
 
 def test_a_stored_evaluation_is_the_computed_one(tmp_path: Path) -> None:

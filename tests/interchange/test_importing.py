@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark_train.draft.config import Sight
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.interchange.detect import detect, read_draft
@@ -43,7 +44,7 @@ def as_zlab_dflash(native: Path, folder: Path) -> Path:
     raw["dflash_config"] = {name: raw.pop(name) for name in ("mask_token_id", "target_layer_ids")}
     raw |= {"architectures": ["DFlashDraftModel"], "block_size": raw["block_size"] + 1}
     for name in list(raw):
-        if name.startswith(("markov", "confidence", "enable_confidence", "sample_from")):
+        if name.startswith(("markov", "confidence", "enable_confidence", "sample_from", "sliding")):
             raw.pop(name)
     return write(folder, raw, native, drop=("embed_tokens", "lm_head", "markov_head", "confidence_head"))
 
@@ -71,6 +72,37 @@ def test_reference_checkpoints_are_native(kind: str) -> None:
     assert checkpoint.config["target_layer_ids"] == [0, 2, 4]
     assert checkpoint.config["markov_head_type"] == ("none" if kind == "parallel" else kind)
     assert checkpoint.config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
+
+
+def test_a_default_draft_of_speculators_comes_in_with_its_window(
+    make_draft: Callable[..., DSparkDraft],
+    target: FrozenTarget,
+    target_weights: TargetWeights,
+    tmp_path: Path,
+) -> None:
+    """A window in every layer, causal within a block, and nothing said of causality."""
+    export_draft(make_draft("vanilla"), target_weights, tmp_path / "source", "speculators")
+    path = tmp_path / "source" / "config.json"
+    raw = json.loads(path.read_text())
+    raw.pop("sliding_window_non_causal")
+    raw["transformer_layer_config"] |= {
+        "layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 2048
+    }  # fmt: skip
+    path.write_text(json.dumps(raw))
+    imported = import_folder(tmp_path / "source", tmp_path / "in", target)
+    assert imported.read_back is not None
+    assert DSparkDraft.load(tmp_path / "in").config.sights == (Sight(2048, causal=True),) * 2
+
+
+def test_dflash_drafts_may_ask_for_windows_in_their_own_way(native: Path, tmp_path: Path) -> None:
+    source = as_zlab_dflash(native, tmp_path / "dflash")
+    path = source / "config.json"
+    raw = json.loads(path.read_text())
+    raw["dflash_config"] |= {"use_swa": True, "swa_window_size": 16}
+    path.write_text(json.dumps(raw))
+    config = read_draft(source).config
+    assert config["layer_types"] == ["sliding_attention"] * 2
+    assert (config["sliding_window"], config["sliding_window_non_causal"]) == (16, True)
 
 
 def test_specforge_drafts_come_in_without_running_their_code(

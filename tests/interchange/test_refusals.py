@@ -143,15 +143,22 @@ def test_missing_shards_and_doubled_tensors_are_refused(tmp_path: Path) -> None:
         ({"target_layer_ids": [0, 3]}, "last decoder layer"),
         ({"num_target_layers": "four"}, "num_target_layers 'four'"),
         ({"head_dim": "wide"}, "head_dim 'wide'"),
+        ({"head_dim": 33}, "head_dim 33 is no positive even integer"),
         ({"markov_rank": True}, "markov_rank True"),
         ({"markov_rank": 0, "confidence_head_with_markov": True}, "needs a sequential head"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"vocab_size": 10**12, "markov_rank": 10**12, "draft_vocab_size": 10**12}, "too large"),
         ({"mask_token_id": 53}, r"must lie in 0\.\.52"),
         ({"block_size": 0}, "block_size 0"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "only full_attention"),
-        ({"use_sliding_window": True}, "only full_attention"),
-        ({"layer_types": [["full_attention"]]}, "only full_attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window None"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3},
+            "sliding_window 3 must be at least",
+        ),
+        ({"layer_types": ["full_attention"]}, "expected full_attention or sliding_attention for each of 2"),
+        ({"layer_types": ["chunked_attention"] * 2}, "expected full_attention or sliding_attention"),
+        ({"layer_types": [["full_attention"]]}, "expected full_attention or sliding_attention"),
+        ({"dflash_config": {"causal": True}}, "causal blocks in layers without a window"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rotary_factor 0.25"),
         ({"rope_parameters": [1e4]}, "rope_parameters .* expected an object"),
@@ -170,6 +177,7 @@ def test_configurations_that_do_not_fit_are_refused(folder: Path, values: dict[s
         read_draft(folder)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -210,6 +218,10 @@ def test_whatever_a_configuration_holds_the_answer_is_a_line(
         ({"embedding_scale": 8.0}, "", "scales its embeddings by 8"),
         ({"draft_vocab_size": 20}, "", "no reduced draft vocabulary"),
         ({"hidden_act": "gelu"}, "", "silu only, not gelu"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor", "attention_factor"),
+        ({"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "mscale_all_dim", ""),
+        ({"rope_parameters": YARN | {"truncate": False}}, "", ""),
+        ({"sliding_window": 8, "sliding_window_non_causal": True}, "", "causal within a block"),
     ],
 )
 def test_what_an_engine_cannot_serve_is_named(

@@ -264,6 +264,59 @@ def test_written_configurations_name_every_field_that_engines_read(
     assert torch.equal(stored["t2d"].nonzero().flatten(), ids)
 
 
+WINDOWS: list[dict[str, Any]] = [
+    {"layer_types": ["sliding_attention", "sliding_attention"]},
+    {"layer_types": ["sliding_attention", "full_attention"]},
+    {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_non_causal": True},
+]
+
+
+@pytest.mark.parametrize("layout", ["native", "speculators", "sglang", "dflash"])
+@pytest.mark.parametrize("fields", WINDOWS, ids=["all", "some", "both ways"])
+def test_windows_survive(
+    make_draft: Callable[..., DSparkDraft],
+    target: FrozenTarget,
+    target_weights: TargetWeights,
+    tmp_path: Path,
+    layout: ExportFormat,
+    fields: dict[str, Any],
+) -> None:
+    fields = {"use_sliding_window": True, "sliding_window": 6, **fields}
+    draft = make_draft("none" if layout == "dflash" else "vanilla", **fields)
+    other = make_draft("none" if layout == "dflash" else "vanilla", **{**fields, "sliding_window": 7})
+    if layout == "sglang" and "sliding_window_non_causal" in fields:
+        with pytest.raises(UserError, match="causal within a block"):
+            export_draft(draft, target_weights, tmp_path / "out", layout)
+        return
+    result = export_draft(draft, target_weights, tmp_path / "out", layout)
+    assert result.read_back.logits < 1e-5
+    import_folder(tmp_path / "out", tmp_path / "in", target)
+    loaded = DSparkDraft.load(tmp_path / "in")
+    assert loaded.config.sights == draft.config.sights
+    loaded.borrow(target)
+    assert torch.equal(passes(draft)[0], passes(loaded.eval())[0])
+    assert not torch.equal(passes(draft)[0], passes(other)[0])
+
+
+@pytest.mark.parametrize("wrong", [{"sliding_window": 7}, {"layer_types": ["full_attention"] * 2}])
+def test_a_window_that_is_written_wrongly_is_found(
+    make_draft: Callable[..., DSparkDraft],
+    target_weights: TargetWeights,
+    tmp_path: Path,
+    wrong: dict[str, Any],
+) -> None:
+    from dspark_train.interchange.verify import verify_folder
+
+    draft = make_draft(
+        "vanilla", use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention"] * 2
+    )
+    export_draft(draft, target_weights, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    with pytest.raises(UserError, match="another draft"):
+        verify_folder(tmp_path, draft, target_weights.embedding, target_weights.head, torch.float32)
+
+
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     {
@@ -275,7 +328,20 @@ ROPES: list[dict[str, Any]] = [
         "original_max_position_embeddings": 32,
     },
     {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 8.0,
+        "truncate": False,
+    },
 ]
+UNSHARED_ROPES: list[dict[str, Any]] = [
+    ROPES[-1] | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    ROPES[-1] | {"attention_factor": 1.5},
+]
+"""Computed as the draft does by this project's reader, not by every engine."""
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
@@ -298,7 +364,7 @@ def test_rope_scaling_survives(
         assert torch.equal(passes(draft)[0], passes(loaded.eval())[0])
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("rope", [*ROPES, *UNSHARED_ROPES], ids=lambda rope: rope["rope_type"])
 def test_rope_frequencies_are_those_of_the_draft(
     make_draft: Callable[..., DSparkDraft], rope: dict[str, Any]
 ) -> None:

@@ -162,7 +162,11 @@ def draft_model(
     layers, vocabulary = len(language_model(model).layers), model.get_output_embeddings().weight.shape[0]
     taps = spread_layer_ids(layers) if target.layer_ids is None else target.layer_ids
     config = build_config(
-        recipe, text_config(model.config), check_layer_ids(taps, layers), vocab_size=vocabulary
+        recipe,
+        text_config(model.config),
+        check_layer_ids(taps, layers),
+        vocab_size=vocabulary,
+        num_layers=layers,
     )
     if recipe.vocab_size is not None:
         config.draft_vocab_size = min(recipe.vocab_size, vocabulary)

@@ -63,7 +63,7 @@ class RaggedStep:
 
     def __init__(self, cache: RaggedCache, layout: RowLayout | FixedLayout) -> None:
         self.cache, self.layout = cache, layout
-        self._masks: dict[tuple[int | None, int], Tensor | None] = {}
+        self._masks: dict[tuple[int | None, bool, int], Tensor | None] = {}
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store keys and values ``[K, S, h]`` of all rows."""
@@ -84,6 +84,7 @@ class RaggedStep:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        causal: bool = False,
     ) -> Tensor:
         """Store the rows' keys and values, then attend from every row to its own request.
 
@@ -95,6 +96,7 @@ class RaggedStep:
             scale: factor of the scores.
             window: positions that a row sees, its own included; None is all.
             softcap: scores are squashed to ``cap · tanh(score / cap)``.
+            causal: rows of a block see it up to themselves only; other rows always do.
 
         Returns:
             ``[S, H, h]``.
@@ -122,7 +124,9 @@ class RaggedStep:
             grid = query[:, layout.grid].transpose(0, 1)
         width = grid.shape[2]
         folded = grid.reshape(layout.requests, -1, groups * width, grid.shape[-1])
-        mixed = _attention(folded, keys, values, self._mask(window, groups, query.dtype), scale, softcap)
+        mixed = _attention(
+            folded, keys, values, self._mask(window, causal, groups, query.dtype), scale, softcap
+        )
         mixed = mixed.view(layout.requests, heads, width, -1)
         if layout.single:
             return mixed[0].transpose(0, 1)
@@ -134,11 +138,11 @@ class RaggedStep:
         fresh = layout.starts[0] == 0 and layout.counts[0] > 1 and not layout.block
         return fresh and whole and softcap is None
 
-    def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, window: int | None, causal: bool, groups: int, dtype: torch.dtype) -> Tensor | None:
         """``[R, 1, groups · max count, reach]``."""
-        key = (window, groups)
+        key = (window, causal, groups)
         if key not in self._masks:
-            mask = self.layout.mask(window, dtype)
+            mask = self.layout.mask(window, dtype, causal)
             self._masks[key] = mask if mask is None else mask.repeat(1, groups, 1)[:, None]
         return self._masks[key]
 

@@ -17,6 +17,7 @@ from dspark_train.decoding.cache import RaggedCache, RaggedStep
 from dspark_train.decoding.layout import FixedLayout, RowLayout
 from dspark_train.decoding.programs import Outputs, Programs, compiled, padded_requests
 from dspark_train.decoding.sampling import SamplingRule, best_token, draw
+from dspark_train.draft.config import Sight
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.target.packed import packed_linears
 
@@ -132,9 +133,8 @@ class DraftPass:
         rotation = self.draft.rotation(layout.position.view(ids.shape))
         step = RaggedStep(self.cache, layout)
         x = self.draft.embed(ids)
-        for index, layer in enumerate(self.draft.layers):
-            scale = layer.self_attn.scale
-            x = layer(x, rotation, partial(_attend, step, index, scale))
+        for index, (layer, sight) in enumerate(zip(self.draft.layers, self.draft.config.sights, strict=True)):
+            x = layer(x, rotation, partial(_attend, step, index, layer.self_attn.scale, sight))
         return self.draft.norm(x)
 
     def walk(
@@ -207,6 +207,11 @@ class DraftPass:
         return self.walk(hidden[:, :depth], anchors, rule, generator)
 
 
-def _attend(step: RaggedStep, layer: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(
+    step: RaggedStep, layer: int, scale: float, sight: Sight, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     query_rows, key_rows, value_rows = (heads.flatten(0, 1).transpose(0, 1) for heads in (query, key, value))
-    return step.attend(layer, query_rows, key_rows, value_rows, scale).view(query.shape)
+    mixed = step.attend(
+        layer, query_rows, key_rows, value_rows, scale, window=sight.window, causal=sight.causal
+    )
+    return mixed.view(query.shape)

@@ -83,20 +83,22 @@ class RowLayout:
         most = max(start + count for start, count in zip(self.starts, self.counts, strict=True))
         return most if self.block else whole_tiles(most)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, window: int | None, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
         """Additive mask ``[R, max count, reach]``; None where every row sees all of it.
 
         Args:
             window: a row sees this many positions, its own included; None is all.
             dtype: of the queries.
+            causal: rows see the rows of their slot up to themselves, in a block too.
         """
+        block = self.block and not causal
         if window is not None and window >= self.reach:
             window = None
-        if self.single and window is None and self.block:
+        if self.single and window is None and block:
             return None
         starts = torch.tensor(self.starts, device=self.device)[:, None]
         counts = torch.tensor(self.counts, device=self.device)[:, None]
-        return additive_mask(starts, counts, max(self.counts), self.reach, window, dtype, self.block)
+        return additive_mask(starts, counts, max(self.counts), self.reach, window, dtype, block)
 
 
 class FixedLayout:
@@ -158,10 +160,11 @@ class FixedLayout:
             staged = staged.pin_memory()
         self._all.copy_(staged, non_blocking=True)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, window: int | None, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
         """As in RowLayout, computed from the buffers; never None, since shapes must not depend on the rows."""
+        block = self.block and not causal
         return additive_mask(
-            self.starts[:, None], self.counts[:, None], self.width, self.reach, window, dtype, self.block
+            self.starts[:, None], self.counts[:, None], self.width, self.reach, window, dtype, block
         )
 
 

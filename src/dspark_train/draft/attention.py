@@ -1,7 +1,9 @@
 """Attention of draft blocks in training (shape legend: :mod:`dspark_train.structures`).
 
 A block's queries see the context of their own sequence strictly before the anchor, and every slot of their own
-block in both directions; nothing else. Blocks are packed: N of them, of any sequences, no dummies.
+block in both directions; nothing else. In a layer with a window they see less of the context, and may see their block
+up to themselves only (:class:`~dspark_train.draft.config.Sight`). Blocks are packed: N of them, of any sequences, no
+dummies.
 
 H below is the number of query heads, K of key-value heads, h the head size.
 """
@@ -14,23 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark_train.draft.config import EVERYTHING, Sight
 from dspark_train.structures import Blocks
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Where the blocks of a batch lie, computed once and used by every layer."""
+    """Where the blocks of a batch lie, computed once and used by every layer of the same sight."""
 
     table: Tensor | None
     """``[B·M]`` int64: index of the j-th block of each sequence, 0 where there is none; None where every sequence
     has M blocks, and nothing needs to be gathered."""
     slot: Tensor
     """``[N]`` int64: place of each block in the table."""
-    visible: Tensor
-    """``[B, 1, M·γ, T + M·γ]`` bool: keys that each slot sees, of its sequence's context and of all its blocks."""
+    mask: Tensor
+    """``[B, 1, M·γ, T + M·γ]`` float32: 0 for the keys that a slot sees, of its sequence's context and of all its
+    blocks, −∞ for others. Fused attention would make this of booleans again in every layer, and keep it."""
 
     @classmethod
-    def of(cls, blocks: Blocks, num_sequences: int, context_length: int) -> AttentionLayout:
+    def of(
+        cls, blocks: Blocks, num_sequences: int, context_length: int, sight: Sight = EVERYTHING
+    ) -> AttentionLayout:
         """Lay out ``blocks`` (sorted by sequence) over ``num_sequences`` rows of ``context_length`` tokens."""
         device, (count, slots) = blocks.sequence.device, blocks.slot_ids.shape
         per_sequence = torch.bincount(blocks.sequence, minlength=num_sequences)
@@ -42,11 +48,22 @@ class AttentionLayout:
         table = torch.zeros(num_sequences * width, dtype=torch.int64, device=device)
         anchors = torch.zeros_like(table)
         table[slot], anchors[slot] = order, blocks.anchor
-        context = torch.arange(context_length, device=device) < anchors.view(num_sequences, width, 1)
-        own = torch.eye(width, dtype=torch.bool, device=device).repeat_interleave(slots, dim=1)
-        visible = torch.cat([context, own.expand(num_sequences, -1, -1)], dim=-1)
+        anchors, positions = (
+            anchors.view(num_sequences, width, 1, 1),
+            torch.arange(context_length, device=device),
+        )
+        context = (positions < anchors).expand(-1, -1, slots, -1)  # [B, M, γ, T]
+        if sight.window is not None:
+            own = anchors + torch.arange(slots, device=device)[:, None]
+            context = context & (positions > own - sight.window)
+        within = torch.ones(slots, slots, dtype=torch.bool, device=device)
+        within = within.tril() if sight.causal else within
+        same = torch.eye(width, dtype=torch.bool, device=device)
+        block = (same[:, None, :, None] & within[:, None, :]).view(width * slots, width * slots)
+        visible = torch.cat([context.flatten(1, 2), block.expand(num_sequences, -1, -1)], dim=-1)[:, None]
+        mask = torch.zeros(visible.shape, device=device).masked_fill_(visible.logical_not_(), float("-inf"))
         full = count == num_sequences * width
-        return cls(None if full else table, slot, visible.repeat_interleave(slots, dim=1)[:, None])
+        return cls(None if full else table, slot, mask)
 
 
 def block_attention(
@@ -93,7 +110,7 @@ def block_attention(
             wide(by_sequence(query)),
             wide(torch.cat([context_key, by_sequence(block_key)], dim=1)),
             wide(torch.cat([context_value, by_sequence(block_value)], dim=1)),
-            attn_mask=layout.visible,
+            attn_mask=layout.mask.to(accurate),
             scale=scale,
             enable_gqa=heads != kv_heads,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -13,6 +13,52 @@ from dspark_train.target.config import layer_id_problems
 
 HeadType = Literal["vanilla", "gated", "rnn", "none"]
 HEAD_TYPES = get_args(HeadType)
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class RopeKeys(NamedTuple):
+    """Settings of one kind of rotary embedding."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    unshared: tuple[str, ...] = ()
+    """Optional ones that some engines leave out."""
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Every key that all engines read."""
+        return ("rope_type", "rope_theta", *self.required, *self.optional)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every key that a configuration may hold."""
+        return (*self.shared, *self.unshared)
+
+
+ROPE_TYPES = {
+    "default": RopeKeys(()),
+    "linear": RopeKeys(("factor",)),
+    "llama3": RopeKeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "yarn": RopeKeys(
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "truncate"),
+        ("attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+"""Rotary embeddings that drafts, engines and the independent reader compute alike, whatever a sequence's length."""
+
+
+class Sight(NamedTuple):
+    """What the slots of a block see in a layer, beside the context before their anchor."""
+
+    window: int | None = None
+    """A slot sees this many positions, its own included; None is all."""
+    causal: bool = False
+    """A slot sees the slots of its block up to itself instead of all of them."""
+
+
+EVERYTHING = Sight()
+"""The whole context before the anchor, and the whole block."""
 
 
 @strict
@@ -50,6 +96,8 @@ class DSparkConfig(Qwen3Config):
     """Factor of the target's token embeddings."""
     final_logit_softcapping: float | None = None
     """The target's soft-cap, applied to the draft's base logits."""
+    sliding_window_non_causal: bool = False
+    """In layers with a window (``layer_types``, ``sliding_window``) too, slots see their whole block."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)
@@ -70,6 +118,14 @@ class DSparkConfig(Qwen3Config):
         return tuple(self.target_layer_ids or ())
 
     @property
+    def sights(self) -> tuple[Sight, ...]:
+        """What slots see, layer by layer."""
+        windowed = Sight(self.sliding_window, causal=not self.sliding_window_non_causal)
+        return tuple(
+            windowed if kind == "sliding_attention" else EVERYTHING for kind in self.layer_types or ()
+        )
+
+    @property
     def draft_vocabulary(self) -> int:
         """U: rows of the draft's logits."""
         return self.draft_vocab_size or self.vocab_size
@@ -86,6 +142,7 @@ class DSparkConfig(Qwen3Config):
 
     def problems(self) -> list[str]:
         """What cannot work, one sentence each: the rules for drafts made here and for those read from elsewhere."""
+        types = list(self.layer_types or ())
         rank, head, confidence = self.markov_rank, self.markov_head_type, self.confidence_head_with_markov
         rules = [
             (self.block_size < 1, f"block_size {self.block_size} must be at least 1"),
@@ -110,6 +167,14 @@ class DSparkConfig(Qwen3Config):
                 self.num_attention_heads % max(1, self.num_key_value_heads or 0) != 0,
                 f"{self.num_attention_heads} attention heads are no multiple of "
                 f"{self.num_key_value_heads} key-value heads",
+            ),
+            (
+                len(types) != self.num_hidden_layers or any(kind not in LAYER_TYPES for kind in types),
+                f"layer_types {types} must name {' or '.join(LAYER_TYPES)} for each of {self.num_hidden_layers} layers",
+            ),
+            (
+                "sliding_attention" in types and (self.sliding_window or 0) < self.block_size,
+                f"sliding_window {self.sliding_window} must be at least block_size {self.block_size}",
             ),
             (
                 self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size,

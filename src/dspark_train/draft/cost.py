@@ -45,13 +45,14 @@ def matrix_flops(draft: DSparkDraft, load: Load) -> float:
 
 
 def attention_flops(draft: DSparkDraft, load: Load) -> float:
-    """FLOPs of what slots see: half of their sequence on average, and their own block.
+    """FLOPs of what slots see: half of their sequence on average, or a window of it, and their own block.
 
     Fused attention computes its scores once more in the backward pass: five products after two.
     """
-    config = draft.config
-    pairs = load.blocks * config.block_size * (load.length / 2 + config.block_size)
-    return 7 * 2.0 * pairs * config.num_attention_heads * config.head_dim * len(draft.layers)
+    config, half = draft.config, load.length / 2
+    context = sum(half if sight.window is None else min(half, sight.window) for sight in config.sights)
+    pairs = load.blocks * config.block_size * (context + len(draft.layers) * config.block_size)
+    return 7 * 2.0 * pairs * config.num_attention_heads * config.head_dim
 
 
 def activation_bytes(draft: DSparkDraft, load: Load, item: int) -> int:

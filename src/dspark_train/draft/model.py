@@ -159,16 +159,15 @@ class DSparkDraft(PreTrainedModel):
             blocks: N packed blocks.
         """
         batch, length = features.shape[:2]
-        layout: AttentionLayout | FlexLayout = (FlexLayout if features.is_cuda else AttentionLayout).of(
-            blocks, batch, length
-        )
+        form = FlexLayout if features.is_cuda else AttentionLayout
+        layouts = {sight: form.of(blocks, batch, length, sight) for sight in set(self.config.sights)}
         context = self.context(features)
         context_rotation = self.rotation(torch.arange(length, device=features.device))
         rotation = self.rotation(blocks.positions)
         x = self.embed(blocks.slot_ids)
-        for layer in self.layers:
+        for layer, sight in zip(self.layers, self.config.sights, strict=True):
             keys, values = layer.self_attn.keys_values(context, context_rotation)
-            x = layer(x, rotation, partial(self._attend, keys, values, layout, layer.self_attn.scale))
+            x = layer(x, rotation, partial(self._attend, keys, values, layouts[sight], layer.self_attn.scale))
         hidden = self.norm(x)
         latent = embedded = None
         if self.markov_head is not None:

@@ -42,6 +42,9 @@ class EvaluateOptions:
     """How much of a block is verified: fixed, fixed:K, threshold:P, scheduled or asynchronous."""
     costs: Path | None = None
     """Cost table for the schedulers, as ``profile`` writes it."""
+    by_context: Names = Names()
+    """Report τ by the position of the anchor too, between these positions: 1k,4k,16k. Needs no new decoding; for
+    prompts that are long enough, give files of them as suites."""
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Of target and drafts; left out, the run's own."""
     seed: int = 0

@@ -44,6 +44,10 @@ class Record:
     """``[γ]``: of these, rounds that accepted it."""
     bins: list[list[float]] = field(default_factory=list)
     """Reliability bins: position, bin, count, Σ predicted, Σ accepted. Empty without confidences."""
+    anchors: list[int] = field(default_factory=list)
+    """Position of each round's anchor in its text."""
+    gained: list[int] = field(default_factory=list)
+    """Tokens that each round brought."""
     digest: str = ""
     """Of the generated token ids, to compare methods with."""
 
@@ -77,6 +81,8 @@ def count_trace(
         "reached": reached.sum(0).tolist(),
         "kept": (reached & trace.prefix_accepted).sum(0).tolist(),
         "bins": sparse,
+        "anchors": trace.anchor.tolist(),
+        "gained": trace.committed.tolist(),
     }
 
 

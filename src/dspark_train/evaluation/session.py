@@ -14,6 +14,7 @@ from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.evaluation.baselines import without_head
+from dspark_train.evaluation.context import context_edges
 from dspark_train.evaluation.evaluate import (
     DraftMethod,
     Evaluation,
@@ -165,6 +166,7 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> EvaluationRe
     Returns:
         The result, as written.
     """
+    edges = context_edges(options.by_context)
     suites = [
         load_suite(spec, folder=options.suites_dir, limit=options.prompts, seed=options.seed)
         for spec in options.suites
@@ -200,6 +202,6 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> EvaluationRe
         "environment": environment(),
     }
     bootstrap = Bootstrap(options.confidence, options.resamples, options.seed)
-    result = summarise(records, described, whole, bootstrap)
+    result = summarise(records, described, whole, bootstrap, edges)
     write_result(folder / f"{options.name}.json", result)
     return result

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark_train.decoding.statistics import Array, Estimate, Sampled, bootstrap_weights, ratio
+from dspark_train.evaluation.context import ContextResult, by_context
 from dspark_train.evaluation.records import Record, pooled_bins
 
 PLAIN = "plain"
@@ -76,6 +77,8 @@ class SamplingResult:
     """Average over suites, which count alike, by method."""
     domains: dict[str, GroupResult] = field(default_factory=dict)
     differences: list[MethodDifference] = field(default_factory=list)
+    contexts: list[ContextResult] = field(default_factory=list)
+    """By position of the anchor, where asked for."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ def summarise(
     methods: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     bootstrap: Bootstrap,
+    edges: Sequence[int] = (),
 ) -> EvaluationResult:
     """Sum up an evaluation.
 
@@ -139,12 +143,15 @@ def summarise(
         methods: with ``key`` and ``label``, in the order of the table.
         settings: to be written into it.
         bootstrap: how intervals are made.
+        edges: positions of anchors between which τ is reported too.
     """
     table: dict[float, dict[str, dict[int, dict[str, Record]]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
         table[record.temperature][record.suite].setdefault(record.index, {})[record.method] = record
     keys = [str(method["key"]) for method in methods]
-    results = [_result(temperature, suites, keys, bootstrap) for temperature, suites in sorted(table.items())]
+    results = [
+        _result(temperature, suites, keys, bootstrap, edges) for temperature, suites in sorted(table.items())
+    ]
     return EvaluationResult(
         settings={**settings, "confidence": bootstrap.confidence, "resamples": bootstrap.resamples},
         methods=[dict(method) for method in methods],
@@ -157,14 +164,17 @@ def _result(
     suites: Mapping[str, Mapping[int, Mapping[str, Record]]],
     keys: Sequence[str],
     boot: Bootstrap,
+    edges: Sequence[int],
 ) -> SamplingResult:
     measured: dict[str, dict[str, Measured]] = {}
+    common: list[Mapping[str, Record]] = []
     entries: dict[str, GroupResult] = {}
     by_domain: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for name, prompts in suites.items():
         whole = [methods for _, methods in sorted(prompts.items()) if all(key in methods for key in keys)]
         if not whole:
             continue
+        common += whole
         weights = bootstrap_weights(len(whole), boot.resamples, boot.seed)
         measured[name] = {key: Measured.of([methods[key] for methods in whole], weights) for key in keys}
         domains = sorted({methods[key].domain for methods in whole for key in keys})
@@ -176,12 +186,14 @@ def _result(
         for methods in whole:
             for key in keys:
                 by_domain[methods[key].domain][key].append(methods[key])
+    drafting, chances = [key for key in keys if key != PLAIN], (boot.confidence, boot.resamples, boot.seed)
     return SamplingResult(
         temperature=temperature,
         suites=entries,
         domains={name: _domain(found, keys, boot) for name, found in sorted(by_domain.items())},
         macro={key: _macro(measured, key, boot) for key in keys} if measured else {},
-        differences=_differences(measured, [key for key in keys if key != PLAIN], boot),
+        differences=_differences(measured, drafting, boot),
+        contexts=by_context(common, drafting, edges, *chances) if edges else [],
     )
 
 

@@ -38,12 +38,14 @@ def detect(folder: Path) -> Layout:
     names = given if isinstance(given, list) else []
     if "speculators_model_type" in config:
         return "speculators"
+    if ARCHITECTURE in names:
+        return "native"
     nested = config.get("dflash_config")
     if "DSparkDraftModel" in names and isinstance(nested, dict):
         return "specforge"
     if isinstance(nested, dict) or any(str(name).startswith("DFlash") for name in names):
         return "dflash"
-    if ARCHITECTURE in names or "markov_rank" in config:
+    if "markov_rank" in config:
         return "native"
     raise UserError(
         f"{folder}: architectures {names or 'missing'}; expected a DSpark draft (native, "

@@ -36,10 +36,6 @@ def nested_fields(raw: Mapping[str, Any], path: Path, notes: list[str]) -> dict[
     for name, value in (("mask_token_id", mask), ("block_size", block)):
         if not isinstance(value, int):
             raise UserError(f"{path}: {name} {value!r}; expected an integer")
-    if nested.get("causal") or nested.get("use_swa"):
-        raise UserError(
-            f"{path}: dflash_config asks for causal or sliding attention; blocks here see both ways"
-        )
     return {
         "block_size": block,
         "target_layer_ids": layer_numbers(taps, str(path), "target_layer_ids"),
@@ -116,6 +112,7 @@ def to_dflash(checkpoint: DraftCheckpoint) -> tuple[dict[str, Any], dict[str, Te
         written.pop(name, None)
     written["architectures"] = [ARCHITECTURE]
     written["dflash_config"] = {
+        **written.get("dflash_config", {}),
         "mask_token_id": config["mask_token_id"],
         "target_layer_ids": config["target_layer_ids"],
         "sample_from_anchor": config["sample_from_anchor"],

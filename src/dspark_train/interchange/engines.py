@@ -54,6 +54,9 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
             config["mask_token_id"] >= config["vocab_size"]
         ),
         f"rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}": kind not in ROPE_TYPES,
+        "it scales yarn's rotations by factor alone, and draft.rope sets attention_factor": (
+            kind == "yarn" and rope.get("attention_factor") is not None
+        ),
         "it applies no soft-cap to draft logits, and this target caps at "
         f"{config['final_logit_softcapping']}: "
         "drafts, and so acceptance, differ from what is measured here": bool(
@@ -65,6 +68,9 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
             f"its loader knows vanilla heads only, not {config['markov_head_type']}": (
                 config["markov_head_type"] in ("gated", "rnn")
             ),
+            "it scales yarn's rotations by factor alone, and draft.rope sets mscale and mscale_all_dim": bool(
+                kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim")
+            ),
             f"head_dim {config['head_dim']} is not one of {', '.join(map(str, VLLM_HEAD_DIMS))}": (
                 config["head_dim"] not in VLLM_HEAD_DIMS
             ),
@@ -73,6 +79,8 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
         rules |= {
             "it embeds draft tokens with the target's unscaled table; this target scales its embeddings by "
             f"{config['embedding_scale']:g}": config["embedding_scale"] != 1.0,
+            "its layers with a window are causal within a block, and this draft's see all of it (train with "
+            "draft.sliding_window_non_causal false)": config["sliding_window_non_causal"],
             "it has no reduced draft vocabulary": config.get("draft_vocab_size") is not None,
             f"it rotates whole heads; partial_rotary_factor is {partial}": partial not in (None, 1.0),
             f"its feed-forward layers know silu only, not {config['hidden_act']}": config["hidden_act"]

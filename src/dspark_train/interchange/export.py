@@ -111,7 +111,8 @@ def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype)
         config[name] = source[name]
     config["num_target_layers"] = source["num_target_layers"]
     config["draft_vocab_size"] = source.get("draft_vocab_size")
-    config["layer_types"] = ["full_attention"] * source["num_hidden_layers"]
+    for name in ("layer_types", "sliding_window", "sliding_window_non_causal"):
+        config[name] = source[name]
     config["rope_parameters"] = canonical_rope(source)
     state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items() if name != "d2t"}
     token_ids = draft.draft_token_ids

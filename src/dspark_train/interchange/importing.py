@@ -261,6 +261,12 @@ def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> 
         for name in ("block_size", "mask_token_id")
         if config[name] != getattr(own, name)
     ]
+    windows = ("layer_types", "sliding_window", "sliding_window_non_causal")
+    notes += [
+        f"{name} was {config[name]}, is {getattr(own, name)}"
+        for name in windows
+        if config[name] != getattr(own, name)
+    ]
     if not config["sample_from_anchor"]:
         notes.append("its slots predicted their own positions, and learn to predict the next ones")
     theirs, ours = config["rope_parameters"], canonical_rope(own.to_dict())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark_train.draft.config import DSparkConfig, canonical_rope, rope_problems
+from dspark_train.draft.config import LAYER_TYPES, DSparkConfig, canonical_rope, rope_problems
 from dspark_train.draft.model import tensor_shapes
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import (
@@ -92,7 +92,7 @@ def layer_fields(raw: Mapping[str, Any], where: str, notes: list[str]) -> dict[s
         notes: gets one sentence for each field that was filled in.
 
     Raises:
-        UserError: required fields missing, sliding windows, or a layer type that the draft does not have.
+        UserError: required fields missing, or a kind of layer that drafts do not have.
     """
     missing = [name for name in REQUIRED_FIELDS if not _is_size(raw.get(name))]
     if missing:
@@ -110,15 +110,66 @@ def layer_fields(raw: Mapping[str, Any], where: str, notes: list[str]) -> dict[s
         notes.append(
             f"filled in {', '.join(f'{name} {LAYER_FIELDS[name]}' for name in filled)} (Qwen3's defaults)"
         )
-    types = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        raise UserError(f"{where}: layer_types {types!r}; only full_attention drafts are supported")
-    if raw.get("use_sliding_window"):
-        raise UserError(f"{where}: use_sliding_window is set; only full_attention drafts are supported")
+    fields |= window_fields(raw, where)
     check_rope_types(raw, where)
-    fields["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
     fields["rope_parameters"] = canonical_rope(raw)
     return fields
+
+
+def window_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the kinds of the layers, their window (None without one), and whether windowed ones see a whole block.
+
+    As vLLM reads them: a window makes a layer causal within the block unless something says otherwise; where
+    ``layer_types`` is missing, ``use_sliding_window`` counts from ``max_window_layers`` on, as in Qwen3. DFlash drafts
+    may say the same in ``dflash_config``.
+
+    Raises:
+        UserError: unknown kinds, no window where one is needed, or causal layers without a window.
+    """
+    layers, nested = raw["num_hidden_layers"], raw.get("dflash_config") or {}
+    nested = nested if isinstance(nested, dict) else {}
+    types, causal = raw.get("layer_types"), True
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        windowed = bool(raw.get("use_sliding_window")) and raw.get("sliding_window") is not None
+        if windowed and not (isinstance(first, int) and not isinstance(first, bool)):
+            raise UserError(f"{where}: max_window_layers {first!r}; expected an integer")
+        types = [LAYER_TYPES[windowed and layer >= first] for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
+        raise UserError(
+            f"{where}: layer_types {types!r}; expected {' or '.join(LAYER_TYPES)} for each of {layers}"
+        )
+    if nested.get("use_swa") and "sliding_attention" not in types:
+        types, causal = ["sliding_attention"] * layers, False
+    window = None
+    if "sliding_attention" in types:
+        window = nested.get("swa_window_size", raw.get("sliding_window"))
+        if not _is_size(window):
+            raise UserError(f"{where}: sliding_window {window!r}; layers with a window need its size")
+    if raw.get("sliding_window_non_causal") is not None:
+        causal = not raw["sliding_window_non_causal"]
+    stated = [value for value in (raw.get("is_causal"), nested.get("causal")) if value is not None]
+    if stated:
+        causal = bool(stated[0])
+        if causal and "full_attention" in types:
+            raise UserError(
+                f"{where}: causal blocks in layers without a window; blocks here see both ways there"
+            )
+    return {
+        "layer_types": types,
+        "sliding_window": window,
+        "sliding_window_non_causal": window is not None and not causal,
+    }
+
+
+def written_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the layer configuration says of windows, as Qwen3 configurations do."""
+    window = config["sliding_window"]
+    return {
+        "layer_types": config["layer_types"],
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
 
 
 def check_rope_types(raw: Mapping[str, Any], where: str) -> None:
@@ -174,6 +225,7 @@ def shape_config(config: Mapping[str, Any]) -> DSparkConfig:
     return DSparkConfig(
         **{name: config[name] for name in (*REQUIRED_FIELDS, "head_dim", *SHAPE_FIELDS)},
         attention_bias=bool(config["attention_bias"]),
+        **written_windows(config),
         draft_vocab_size=config.get("draft_vocab_size"),
         bos_token_id=None,
         eos_token_id=None,
@@ -189,7 +241,9 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
     where, rank, reduced = folder / "config.json", config["markov_rank"], config.get("draft_vocab_size")
     layer_numbers(config["target_layer_ids"], str(where), "target_layer_ids")
     types = {
-        f"head_dim {config['head_dim']!r} is no positive integer": _is_size(config["head_dim"]),
+        f"head_dim {config['head_dim']!r} is no positive even integer": (
+            _is_size(config["head_dim"]) and config["head_dim"] % 2 == 0
+        ),
         f"block_size {config['block_size']!r} is not in 1..{MAX_LAYERS}": (
             _is_size(config["block_size"]) and config["block_size"] <= MAX_LAYERS
         ),
@@ -322,12 +376,13 @@ def native_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, An
         "dtype": dtype_name(dtype),
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
-        "sliding_window": None,
+        **written_windows(config),
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": False,
         "markov_head_type": config["markov_head_type"],
     }
+    if config["sliding_window_non_causal"]:
+        written["dflash_config"] = {"causal": False}  # where vLLM looks for it
     return written
 
 

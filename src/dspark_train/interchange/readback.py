@@ -79,6 +79,7 @@ class PlainDraft:
         self.cap = top.get("final_logit_softcapping")
         self.head_dim, self.eps = int(layer["head_dim"]), float(layer.get("rms_norm_eps", 1e-6))
         self.layer_count = int(layer["num_hidden_layers"])
+        self.windows = _windows(layer, top)
         self.activation = getattr(torch.nn.functional, layer.get("hidden_act", "silu"))
         self.inverse_frequencies, self.rope_factor = rope_frequencies(
             {
@@ -119,11 +120,13 @@ class PlainDraft:
         context = self._norm(features.float() @ self.weights["fc.weight"].T, "hidden_norm.weight")
         x = self.embedding[ids] * self.scale
         for index in range(self.layer_count):
-            x = self._layer(f"layers.{index}.", x, slots, context)
+            x = self._layer(f"layers.{index}.", x, slots, context, *self.windows[index])
         hidden = self._norm(x, "norm.weight")
         return self._walk(hidden, anchor_token)
 
-    def _layer(self, prefix: str, x: Tensor, slots: Tensor, context: Tensor) -> Tensor:
+    def _layer(
+        self, prefix: str, x: Tensor, slots: Tensor, context: Tensor, window: float, causal: bool
+    ) -> Tensor:
         """One decoder layer: ``[γ, d] -> [γ, d]``, keys and values from ``[context ; normed block]``."""
         normed = self._norm(x, prefix + "input_layernorm.weight")
         source = torch.cat([context, normed])
@@ -134,6 +137,8 @@ class PlainDraft:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         scores = torch.einsum("qhe,khe->hqk", query, key) / math.sqrt(self.head_dim)
+        ahead = positions - slots[:, None]
+        scores = scores.masked_fill((ahead <= -window) | (causal & (ahead > 0)), -math.inf)
         mixed = torch.einsum("hqk,khe->qhe", scores.softmax(-1), value).flatten(1)
         x = x + self._linear(mixed, prefix + "self_attn.o_proj")
         normed = self._norm(x, prefix + "post_attention_layernorm.weight")
@@ -205,6 +210,20 @@ def _read_all(folder: Path) -> dict[str, Tensor]:
     return {name: t.float() if t.dtype.is_floating_point else t for name, t in tensors.items()}
 
 
+def _windows(layer: dict[str, Any], top: dict[str, Any]) -> list[tuple[float, bool]]:
+    """Window (infinite without one) of each layer, and whether its slots see their block up to themselves only.
+
+    As in vLLM: layers with a window are causal unless ``dflash_config.causal`` (``sliding_window_non_causal`` in the
+    speculators layout) says otherwise.
+    """
+    causal = top.get("causal", not top.get("sliding_window_non_causal", False))
+    types = layer.get("layer_types") or ["full_attention"] * int(layer["num_hidden_layers"])
+    window = float(top.get("swa_window_size", layer.get("sliding_window")) or math.inf)
+    if top.get("use_swa") and "sliding_attention" not in types:
+        types, causal = ["sliding_attention"] * len(types), top.get("causal", False)
+    return [(window, bool(causal)) if kind == "sliding_attention" else (math.inf, False) for kind in types]
+
+
 def rope_frequencies(settings: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """Return inverse frequencies ``[h/2]`` and the factor of cosines and sines.
 
@@ -234,11 +253,17 @@ def rope_frequencies(settings: dict[str, Any], head_dim: int) -> tuple[Tensor, f
         def dimension(rotations: float) -> float:
             return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), head_dim - 1)
+        ends = dimension(fast), dimension(slow)
+        if settings.get("truncate", True):
+            ends = math.floor(ends[0]), math.ceil(ends[1])
+        low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
         ramp = ((torch.arange(head_dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
-        attention = settings.get("attention_factor")
-        scale = (
-            float(attention) if attention is not None else 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        )
+
+        def magnitude(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        scale, every = settings.get("mscale"), settings.get("mscale_all_dim")
+        scale = magnitude(scale) / magnitude(every) if scale and every else magnitude(1.0)
+        scale = float(settings.get("attention_factor") or scale)
         return plain / factor * ramp + plain * (1 - ramp), scale
     raise UserError(f"rope_type {kind!r}: a draft supports default, linear, llama3 and yarn")

@@ -24,6 +24,7 @@ from dspark_train.interchange.native import (
     layer_numbers,
     read_weights,
     reduced_vocabulary,
+    written_windows,
 )
 
 SPECULATORS_VERSION = "0.9.0"
@@ -43,7 +44,8 @@ def read_speculators(folder: Path) -> DraftCheckpoint:
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise UserError(f"{path}: transformer_layer_config is missing; not a speculators draft")
-    config = layer_fields(layer, f"{path}: transformer_layer_config", notes)
+    causality = {"sliding_window_non_causal": raw.get("sliding_window_non_causal")}
+    config = layer_fields({**layer, **causality}, f"{path}: transformer_layer_config", notes)
     name = "aux_hidden_state_layer_ids"
     taps = layer_numbers(raw.get(name), str(path), name)
     width = raw.get("target_hidden_size") or config["hidden_size"]
@@ -119,15 +121,13 @@ def to_speculators(
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "dtype": dtype_name(dtype),
-        "layer_types": config["layer_types"],
         "num_hidden_layers": config["num_hidden_layers"],
         "num_key_value_heads": config["num_key_value_heads"],
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
-        "sliding_window": None,
+        **written_windows(config),
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": False,
         "vocab_size": vocabulary,
     }
     method = {
@@ -151,6 +151,7 @@ def to_speculators(
         "markov_rank": config["markov_rank"],
         "num_anchors": config["num_anchors"],
         "sample_from_anchor": True,
+        "sliding_window_non_causal": config["sliding_window_non_causal"],
         "target_hidden_size": config["hidden_size"],
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,

@@ -9,7 +9,7 @@ from dspark_train.evaluation.summary import PLAIN, EvaluationResult, MethodResul
 from dspark_train.report import figures
 from dspark_train.report.page import Figure, Section, Table
 from dspark_train.report.pictures import Bar
-from dspark_train.report.tables import Cell
+from dspark_train.report.tables import Cell, context_table
 from dspark_train.report.text import factor, fixed, share_or_dash, signed
 
 
@@ -34,6 +34,8 @@ def suites_section(name: str, evaluation: EvaluationResult) -> Section | None:
             tables.append(Table(f"Speedup over plain decoding, {mode}", header, rows, text_columns=(1,)))
         if any(result.macro[key].ece is not None for key in drafted):
             tables.append(_calibration_table(result, labels, drafted, mode))
+        if (by_position := context_table(result, labels)) is not None:
+            tables.append(Table(*by_position))
         if result.differences:
             tables.append(_difference_table(result, labels, mode))
         lengths.append(_macro_figure(result, labels, drafted, mode))

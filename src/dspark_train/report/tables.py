@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dspark_train.decoding.statistics import Estimate
-from dspark_train.evaluation.summary import PLAIN, EvaluationResult, MethodResult
+from dspark_train.evaluation.summary import PLAIN, EvaluationResult, MethodResult, SamplingResult
 from dspark_train.report.text import factor, fixed, interval, mode_name, share_or_dash, signed
 
 Cell = str | tuple[str, str]
@@ -57,6 +57,22 @@ def _acceptance(
     return [f"Accepted at each position, given all earlier ones:\n\n{table}"]
 
 
+def context_table(
+    result: SamplingResult, labels: Mapping[str, str]
+) -> tuple[str, list[str], list[list[Cell]]] | None:
+    """τ by the position of the anchor: caption, header and rows; None where it was not asked for."""
+    if not result.contexts:
+        return None
+    keys = [key for key in labels if key in result.contexts[0].tau]
+    rows: list[list[Cell]] = []
+    for found in result.contexts:
+        end = "on" if found.last is None else f"to {found.last:,}"
+        cells = [[_estimate(found.tau[key], fixed), f"{found.rounds[key]:,}"] for key in keys]
+        rows.append([f"{found.first:,} {end}", *(cell for pair in cells for cell in pair)])
+    header = ["Anchor at", *(name for key in keys for name in (f"{labels[key]} τ", "rounds"))]
+    return f"Accepted length τ by position of the anchor, {mode_name(result.temperature)}", header, rows
+
+
 def evaluation_markdown(evaluation: EvaluationResult) -> str:
     """Write τ, speedup, acceptance by position and calibration error of every suite and method as Markdown.
 
@@ -79,6 +95,8 @@ def evaluation_markdown(evaluation: EvaluationResult) -> str:
             rows.append(row)
         parts.append(f"**{mode_name(result.temperature)}**\n\n{markdown_table(header, rows)}")
         parts += _acceptance(labels, groups)
+        if (table := context_table(result, labels)) is not None:
+            parts.append(f"{table[0]}:\n\n{markdown_table(*table[1:])}")
         for difference in result.differences:
             pair = f"{labels[difference.first]} − {labels[difference.second]}"
             parts.append(

@@ -91,6 +91,12 @@ def text_config(config: Any) -> Any:
     return config.get_text_config()
 
 
+def config_size(config: Any, name: str) -> int | None:
+    """A positive integer of a Hugging Face config; None where it is missing, or differs between layers."""
+    value = config.to_dict().get(config.attribute_map.get(name, name))
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
 def language_model(model: Any) -> Any:
     """The decoder (embeddings, layers, final norm) inside a Hugging Face causal language model."""
     decoder = model.get_decoder()

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dspark_train.target.config import language_model, text_config
+from dspark_train.target.config import config_size, language_model, text_config
+
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+"""Names under which configs say how many experts a layer has."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+"""Names under which they say to how many of them a token is sent."""
 
 
 @dataclass(frozen=True)
@@ -17,28 +22,48 @@ class TargetCost:
     layer_parameters: int
     """Those of the decoder layers."""
     layer_matrices: int
-    """Elements of the layers' matrices, which every token is multiplied by."""
+    """Elements of the layers' matrices that a token is multiplied by: of experts, those that it is sent to."""
     layers: int
     attention_width: int
     """Query heads times their size."""
     hidden_size: int
     intermediate_size: int
+    """Width of the feed-forward networks that a token passes in one layer."""
+    experts: int = 0
+    """Elements of the experts' matrices, of all layers."""
+    idle: int = 0
+    """Those of them that a token is not sent to."""
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token meets."""
+        return self.parameters - self.idle
 
     @classmethod
     def of(cls, model: Any) -> TargetCost:
         """Count a Hugging Face causal language model; its weights may lie on the ``meta`` device."""
         config, layers = text_config(model.config), language_model(model).layers
-        heads = config.num_attention_heads
+        heads = config_size(config, "num_attention_heads") or 0
+        head_dim = config_size(config, "head_dim") or config.hidden_size // max(1, heads)
+        matrices = [(name, p.numel()) for name, p in layers.named_parameters() if p.dim() in (2, 3)]
+        total = next((n for n in (config_size(config, name) for name in EXPERTS) if n), 0)
+        chosen = next((n for n in (config_size(config, name) for name in EXPERTS_PER_TOKEN) if n), total)
+        experts = sum(size for name, size in matrices if ".experts." in name) if total else 0
+        idle = experts - experts * chosen // max(1, total)
+        width = config_size(config, "moe_intermediate_size")
+        if width is not None and total:
+            width *= chosen + (config_size(config, "n_shared_experts") or 0)
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             layer_parameters=sum(parameter.numel() for parameter in layers.parameters()),
-            layer_matrices=sum(
-                parameter.numel() for parameter in layers.parameters() if parameter.dim() == 2
-            ),
+            layer_matrices=sum(size for _, size in matrices) - idle,
             layers=len(layers),
-            attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+            attention_width=heads * head_dim,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=max(width or 0, config_size(config, "intermediate_size") or 0)
+            or 4 * config.hidden_size,
+            experts=experts,
+            idle=idle,
         )
 
     def pass_flops(self, tokens: int, length: float) -> float:

@@ -109,6 +109,7 @@ class DSparkModule(LightningModule):
             embedding_scale=target.embedding_scale,
             num_anchors=getattr(getattr(self._trainer, "datamodule", None), "num_anchors", 512),
             mask_token_id=choose_mask_token(target.tokenizer, target.vocab_size) if mask is None else mask,
+            num_layers=target.num_layers,
         )
 
     def setup(self, stage: str) -> None:

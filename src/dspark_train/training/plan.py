@@ -12,6 +12,7 @@ import torch
 from dspark_train.data.load import Load, expected_load
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.data.sampler import accumulation
+from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.cost import head_parameters, trained_parameters
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -36,6 +37,8 @@ GPUS = {
 """Dense bf16 TFLOP/s and memory in GB, from the vendors' data sheets."""
 ASSUMED_SAMPLES = 1_000_000
 """Training sequences of a recipe whose data are not prepared yet: about what the paper trains on."""
+LENGTHS = (1024, 4096, 16_384, 32_768)
+"""Tokens of a sequence for which a plan says what one costs."""
 UTILISATION = 0.4
 """Share of the peak that the matrix products of such a step reach; an assumption, printed with the estimate."""
 
@@ -78,6 +81,8 @@ class Plan:
     cache_bytes: int
     largest: int | None
     """Sequences of the largest micro-batch that fits on the GPU."""
+    by_length: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Bytes per GPU and FLOPs of one sequence, by its tokens."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -101,7 +106,9 @@ class Plan:
         lines = [
             f"trained parameters   {self.trained / 1e6:,.1f} M  (backbone "
             f"{(self.trained - heads) / 1e6:,.1f} M, heads {heads / 1e6:,.1f} M)",
-            f"frozen parameters    {self.frozen / 1e6:,.1f} M",
+            *describe(self.cost.draft.config),
+            f"frozen parameters    {self.frozen / 1e6:,.1f} M"
+            + (f", {self.cost.target.active / 1e6:,.1f} M per token" if self.cost.target.experts else ""),
             f"micro-batch          {self.load.sequences} sequences, {self.load.tokens:,} tokens, "
             f"{self.load.blocks:,} blocks, {self.load.rows:,} supervised slots",
             f"accumulation         {self.accumulation} micro-batches × {self.ranks} ranks",
@@ -114,7 +121,12 @@ class Plan:
             f"{'none' if stage == 0 else f'ZeRO-{stage}'} {size / gib:.2f}"
             for stage, size in self.by_stage.items()
         )
-        lines += [f"  by stage (GiB)     {stages}", ""]
+        lines.append(f"  by stage (GiB)     {stages}")
+        lengths = "   ".join(
+            f"{tokens // 1024}k {size / gib:.2f}, {flops / 1e12:.1f} T"
+            for tokens, (size, flops) in self.by_length.items()
+        )
+        lines += [f"  one sequence of    {lengths}  (GiB, FLOPs)", ""]
         total = sum(self.flops.values())
         lines += [f"FLOPs per step       {total / 1e12:,.2f} T over all ranks"]
         lines += [f"  {name:<18} {100 * value / total:5.1f} %" for name, value in self.flops.items()]
@@ -131,6 +143,26 @@ class Plan:
                 f"largest micro-batch  {self.largest} sequences fit in {(self.gpu_bytes or 0) / gib:.0f} GiB"
             )
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def describe(config: DSparkConfig) -> list[str]:
+    """Lines that say the draft's shape: it need not be its target's."""
+    rope = config.rope_parameters or {}
+    scaling = {name: value for name, value in rope.items() if name not in ("rope_type", "rope_theta")}
+    kind = ", ".join([str(rope["rope_type"]), *(f"{name} {value}" for name, value in scaling.items())])
+    windowed = [index for index, sight in enumerate(config.sights) if sight.window is not None]
+    lines = [
+        f"draft layers         {config.num_hidden_layers}, hidden size {config.hidden_size:,}, feed-forward "
+        f"{config.intermediate_size:,} ({config.hidden_act})",
+        f"draft attention      {config.num_attention_heads} heads of {config.head_dim}, "
+        f"{config.num_key_value_heads} of keys and values, rope theta {rope['rope_theta']:,.0f} ({kind})",
+    ]
+    if windowed:
+        lines.append(
+            f"draft windows        {config.sliding_window:,} positions in layers {', '.join(map(str, windowed))}, "
+            f"{'both ways' if config.sliding_window_non_causal else 'causal'} within a block"
+        )
+    return lines
 
 
 def make_plan(
@@ -215,6 +247,13 @@ def make_plan(
         gpu_bytes=gpu_bytes,
         cache_bytes=tokens * bytes_per_token(len(config.layer_ids), config.hidden_size, cost.target_item),
         largest=largest,
+        by_length={
+            tokens: (sum(cost.memory(one, stage, ranks).values()), sum(cost.flops(one).values()))
+            for tokens in LENGTHS
+            for one in [
+                expected_load(1, tokens, facts.answer_share, data.num_anchors, draft.config.block_size)
+            ]
+        },
         notes=notes,
     )
 
