@@ -40,6 +40,25 @@ class GradientModule(DSparkModule):
         return torch.optim.SGD(self.draft.parameters(), lr=self.RATE)
 
 
+class ConstantGradient(GradientModule):
+    """Every gradient is 1 in the first micro-batch of the first rank, and 2⁻¹⁰ in all others.
+
+    Summed in bfloat16 behind the first one, the others would vanish.
+    """
+
+    share = 1.0
+
+    def configure_optimizers(self) -> Any:
+        for parameter in self.draft.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: torch.full_like(gradient, self.share))
+        return super().configure_optimizers()
+
+    def training_step(self, prepared: Any, batch_idx: int) -> torch.Tensor:
+        self.share = 1.0 if batch_idx == 0 and self.global_rank == 0 else 2.0**-10
+        return super().training_step(prepared, batch_idx)
+
+
 class DieAt(Callback):
     """A kill that nothing can catch, in the middle of a step."""
 
@@ -95,7 +114,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
     )
     module = tiny.tiny_module(**job.get("module", {}))
     if job.get("gradient"):
-        module.__class__ = GradientModule
+        module.__class__ = ConstantGradient if job["gradient"] == "constant" else GradientModule
     if "die_at" in job:
         trainer.callbacks.append(DieAt(job["die_at"]))
     resume = folder / job["resume"] if "resume" in job else None
