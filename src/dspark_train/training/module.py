@@ -310,28 +310,45 @@ def answer_token_counts(store: Any, vocab_size: int) -> Tensor:
     return counts
 
 
-def answer_pairs(store: Any, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Consecutive supervised tokens of the training answers, the second one inside the draft's vocabulary.
+PAIRS_AT_ONCE = 2**22
+"""Token pairs that are gathered before they are counted."""
+
+
+def answer_pairs(store: Any, token_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct pairs of consecutive supervised tokens of the training answers, the second in the draft's vocabulary.
 
     Args:
         store: training examples.
         token_ids: ``[U]`` ascending target ids of the draft's vocabulary; None keeps every token.
 
     Returns:
-        First tokens as target ids and second ones as draft ids, ``[pairs]`` int64 each.
+        First tokens as target ids, second ones as draft ids, and how often each pair occurs: ``[pairs]`` int64 each.
     """
-    first, second = [], []
+    keys, counts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    waiting: list[Tensor] = []
+
+    def merge() -> tuple[Tensor, Tensor]:
+        fresh = torch.cat([keys, *waiting])
+        weights = torch.cat([counts, torch.ones(fresh.numel() - keys.numel(), dtype=torch.int64)])
+        waiting.clear()
+        found, place = fresh.unique(return_inverse=True)
+        return found, torch.zeros_like(found).index_add(0, place, weights)
+
+    held = 0
     for index in range(len(store)):
         example = store[index]
         ids, both = example.input_ids.astype("int64"), example.loss_mask[1:] & example.loss_mask[:-1]
-        first.append(torch.from_numpy(ids[:-1][both]))
-        second.append(torch.from_numpy(ids[1:][both]))
-    previous, following = torch.cat(first), torch.cat(second)
+        waiting.append(torch.from_numpy((ids[:-1][both] << 32) | ids[1:][both]))
+        held += waiting[-1].numel()
+        if held >= PAIRS_AT_ONCE:
+            (keys, counts), held = merge(), 0
+    keys, counts = merge()
+    previous, following = keys >> 32, keys & (2**32 - 1)
     if token_ids is None:
-        return previous, following
+        return previous, following, counts
     place = torch.searchsorted(token_ids, following).clamp(max=token_ids.numel() - 1)
     known = token_ids[place] == following
-    return previous[known], place[known]
+    return previous[known], place[known], counts[known]
 
 
 def choose_vocabulary(counts: Tensor, size: int | None, coverage: float | None) -> Tensor:
