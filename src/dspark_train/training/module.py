@@ -223,7 +223,7 @@ class DSparkModule(LightningModule):
             softcap=self.target.logit_softcap,
             draft_token_ids=self.draft.draft_token_ids,
             target_logsumexp=None if level is None else level.flatten()[rows.position],
-            memory_budget_bytes=config.memory_budget_mib * 2**20,
+            memory_budget_bytes=config.memory_budget,
         )
         confidence = confidence_rows(output, rows, sums.accept)
         loss = sums.loss + config.confidence * (weights * confidence).sum()
