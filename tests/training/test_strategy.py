@@ -280,6 +280,7 @@ def test_a_sharded_target_gives_the_same_features(results: Path, rank: int) -> N
     assert found["last_hidden"]
     assert found["logits"]
     assert found["share"] < 0.51
+    assert found["identity"]  # so that both find the same feature cache
 
 
 def test_the_model_summary_survives_stage_3(results: Path) -> None:

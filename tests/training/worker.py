@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint  # noqa: E402
 from dspark_train.training.csv_logger import RunCSVLogger  # noqa: E402
+from dspark_train.training.feature_cache import identity_of  # noqa: E402
 from dspark_train.training.module import DSparkModule  # noqa: E402
 from dspark_train.training.strategy import ZeroStrategy  # noqa: E402
 from dspark_train.training.zero_state import master_state, whole_parameters  # noqa: E402
@@ -87,6 +88,7 @@ def features(folder: Path) -> None:
         "last_hidden": torch.equal(one.last_hidden, two.last_hidden),
         "logits": torch.equal(plain.lm_head(one.last_hidden), sharded.lm_head(two.last_hidden)),
         "share": held / whole,
+        "identity": not identity_of(plain).difference(identity_of(sharded)),
     }
     (folder / f"features-{rank}.json").write_text(json.dumps(result))
 

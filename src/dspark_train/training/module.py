@@ -44,6 +44,14 @@ class PreparedBatch(TensorStruct):
 
     batch: TrainingBatch
     rows: SupervisedRows
+    host: TokenBatch
+    """The batch's tokens, which stay on the CPU."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PreparedBatch:
+        """Move what the device reads."""
+        return PreparedBatch(
+            self.batch.to(device, non_blocking), self.rows.to(device, non_blocking), self.host
+        )
 
 
 class DSparkModule(LightningModule):
@@ -76,6 +84,10 @@ class DSparkModule(LightningModule):
         self.schedule: Schedule | None = None
         """Of the learning rate; a budget of time changes its length."""
         self._target: FrozenTarget | None = None
+        self.slot_weights: Tensor
+        self.register_buffer(
+            "slot_weights", slot_weights(draft.block_size, objective.decay), persistent=False
+        )
         self._sums = {stage: self._new_metrics() for stage in ("train", "val")}
         self._logged_step = 0
 
@@ -190,10 +202,18 @@ class DSparkModule(LightningModule):
         """Index the supervised slots on the CPU, so that the step never waits for a size."""
         if batch.blocks.anchor.numel() == 0:
             batch = TrainingBatch(batch.tokens, _placeholder(batch), batch.global_weight)
-        return PreparedBatch(batch, SupervisedRows.of(batch.blocks, batch.tokens.input_ids.shape[1]))
+        rows = SupervisedRows.of(batch.blocks, batch.tokens.input_ids.shape[1])
+        prepared = PreparedBatch(batch, rows, batch.tokens)
+        return prepared.pin_memory() if self.device.type == "cuda" else prepared
 
-    def _states(self, tokens: TokenBatch) -> TargetStates:
-        return self._source().states(tokens, self.target.device)
+    def transfer_batch_to_device(
+        self, batch: PreparedBatch, device: torch.device, dataloader_idx: int
+    ) -> PreparedBatch:
+        """Copy from pinned memory, while the device still works on the step before."""
+        return batch.to(device, non_blocking=True)
+
+    def _states(self, tokens: TokenBatch, host: TokenBatch | None = None) -> TargetStates:
+        return self._source().states(tokens, self.target.device, host)
 
     def _source(self) -> StateSource:
         if self.source is None:
@@ -203,11 +223,11 @@ class DSparkModule(LightningModule):
     def compute(self, prepared: PreparedBatch) -> tuple[Tensor, ObjectiveTerms]:
         """Loss of a batch over its global denominator (differentiable), and its detached sums."""
         batch, rows, config = prepared.batch, prepared.rows, self.objective
-        states = self._states(batch.tokens)
-        level = self._source().logsumexp(batch.tokens, self.device)
+        states = self._states(batch.tokens, prepared.host)
+        level = states.logsumexp
         output = self.draft(states.features, batch.blocks)
-        slots = output.hidden.shape[1]
-        weights = self.slot_weights(slots)[rows.slot % slots] / max(batch.global_weight, 1e-12)
+        slot_weights = self.slot_weights[rows.slot % output.hidden.shape[1]]
+        weights = slot_weights / max(batch.global_weight, 1e-12)
         sums = fused_objective(
             output.hidden.flatten(0, 1)[rows.slot],
             None if output.latent is None else output.latent.flatten(0, 1)[rows.slot],
@@ -227,7 +247,7 @@ class DSparkModule(LightningModule):
         )
         confidence = confidence_rows(output, rows, sums.accept)
         loss = sums.loss + config.confidence * (weights * confidence).sum()
-        return loss, collect_terms(output, rows, sums.ce, sums.l1, confidence, config.decay)
+        return loss, collect_terms(output, rows, sums.ce, sums.l1, confidence, slot_weights)
 
     def training_step(self, prepared: PreparedBatch, batch_idx: int) -> Tensor:
         """One micro-batch. Strategies average over ranks and accumulation; the true gradient is the sum."""
@@ -270,10 +290,6 @@ class DSparkModule(LightningModule):
         """Running sums of ``train`` or ``val``, on this module's device."""
         metrics = self._sums[stage]
         return metrics if metrics.device == self.device else metrics.to(self.device)
-
-    def slot_weights(self, slots: int) -> Tensor:
-        """``[γ]`` weights on this module's device."""
-        return slot_weights(slots, self.objective.decay).to(self.device)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Carry every rank's running sums, so that a resumed run logs what an uninterrupted one logs."""

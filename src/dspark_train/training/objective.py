@@ -123,8 +123,9 @@ def fused_objective(
         device_order = order.to(hidden.device)
         hidden, labels, weights = hidden[device_order], labels[device_order], weights[device_order]
         latent = None if latent is None else latent[device_order]
-    used, host_row = torch.unique_consecutive(host_row, return_inverse=True)
+    used, dense = torch.unique_consecutive(host_row, return_inverse=True)
     if used.shape[0] != target_hidden.shape[0]:
+        host_row = dense
         device_used = used.to(target_hidden.device, non_blocking=True)
         target_hidden = target_hidden[device_used]
         target_logsumexp = None if target_logsumexp is None else target_logsumexp[device_used]

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics import Metric
 
-from dspark_train.data.blocks import slot_weights
 from dspark_train.structures import Blocks, DraftOutput, TensorStruct
 
 
@@ -112,7 +111,7 @@ def confidence_rows(output: DraftOutput, rows: SupervisedRows, accept: Tensor) -
 
 @torch.no_grad()
 def collect_terms(
-    output: DraftOutput, rows: SupervisedRows, ce: Tensor, l1: Tensor, confidence: Tensor, decay: float
+    output: DraftOutput, rows: SupervisedRows, ce: Tensor, l1: Tensor, confidence: Tensor, weights: Tensor
 ) -> ObjectiveTerms:
     """Sum the rows' terms.
 
@@ -122,12 +121,11 @@ def collect_terms(
         ce: ``[rows]`` cross entropies.
         l1: ``[rows]`` L1 distances.
         confidence: ``[rows]`` losses of the confidence head.
-        decay: of the slot weights.
+        weights: ``[rows]`` slot weights.
     """
     count, slots = output.hidden.shape[:2]
     place = rows.slot % slots
     accept = 1 - l1 / 2
-    weights = slot_weights(slots, decay).to(ce.device)[place]
 
     def grid(values: Tensor) -> Tensor:
         return values.new_zeros(count * slots).index_copy(0, rows.slot, values).view(count, slots)

@@ -7,8 +7,8 @@ under another stage, with more or fewer ranks, or without ZeRO. Every function i
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -36,10 +36,15 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters())
 
 
-@contextmanager
-def whole_parameters(module: nn.Module) -> Generator[None, None, None]:
+def whole_parameters(module: nn.Module) -> AbstractContextManager[None]:
     """Complete parameters on every rank inside the block, also under ZeRO-3."""
-    partitioned = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    return gathered(module.parameters())
+
+
+@contextmanager
+def gathered(tensors: Iterable[Tensor]) -> Generator[None, None, None]:
+    """Complete tensors on every rank inside the block: those that ZeRO-3 has partitioned are gathered."""
+    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         yield
         return
