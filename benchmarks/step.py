@@ -124,11 +124,10 @@ def measure(
                 best = parts
     total = sum(best.values())
     load = Load(sequences, sequences * length, len(blocks.anchor), len(rows.slot), len(rows.position))
-    budget = objective.memory_budget_mib * 2**20
     cost = StepCost(
         TargetCost.of(target.model),
         draft,
-        budget,
+        objective.memory_budget,
         mixed=mixed,
         target_item=target.dtype.itemsize,
         cached=cached,

@@ -130,10 +130,36 @@ def count_lines(path: Path) -> int:
         return sum(1 for _ in file)
 
 
+def nearest_folder(path: Path) -> Path:
+    """``path`` or the nearest folder above it that exists: whose disk it will be on."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_made(path: Path, made: Mapping[str, Any], again: str, *, verify: bool = True) -> None:
+    """Compare a file with what was noted when it was made: ``bytes``, and ``sha256`` where it was kept.
+
+    Args:
+        path: of the file.
+        made: the note.
+        again: what to do about a difference, for the message.
+        verify: compare the SHA-256 too.
+
+    Raises:
+        UserError: it is missing, truncated or corrupt.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is missing: {again}")
+    size = path.stat().st_size
+    if size != made["bytes"]:
+        raise UserError(f"{path} is truncated ({size} of {made['bytes']} bytes): {again}")
+    if verify and "sha256" in made and file_digest(path) != made["sha256"]:
+        raise UserError(f"{path} is corrupt (its SHA-256 has changed): {again}")
 
 
 @contextmanager
@@ -309,14 +335,7 @@ class Shards:
             record = self._record(index)
             again = f"delete {record} and make the part again"
             for name, made in read_json(record, missing="the part is not finished").get(_FILES, {}).items():
-                path = self.folder / name
-                if not path.is_file():
-                    raise UserError(f"{path} is missing: {again}")
-                if path.stat().st_size != made["bytes"]:
-                    size = path.stat().st_size
-                    raise UserError(f"{path} is truncated ({size} of {made['bytes']} bytes): {again}")
-                if verify and "sha256" in made and file_digest(path) != made["sha256"]:
-                    raise UserError(f"{path} is corrupt (its SHA-256 has changed): {again}")
+                check_made(self.folder / name, made, again, verify=verify)
 
     def finish(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Write the manifest of the whole, once all parts are finished."""

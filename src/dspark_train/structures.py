@@ -32,6 +32,15 @@ class TensorStruct:
         }
         return dataclasses.replace(self, **moved)  # type: ignore[type-var]
 
+    def pin_memory(self) -> Self:
+        """Return a copy whose tensors lie in page-locked memory of the host, from which copies need not wait."""
+        pinned = {
+            field.name: value.pin_memory()
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if isinstance(value := getattr(self, field.name), Tensor | TensorStruct)
+        }
+        return dataclasses.replace(self, **pinned)  # type: ignore[type-var]
+
 
 @dataclass(frozen=True)
 class TokenBatch(TensorStruct):
@@ -55,6 +64,8 @@ class TargetStates(TensorStruct):
     """``[B, T, m·d]``: tapped residual streams, concatenated in the order of the layer ids."""
     last_hidden: Tensor
     """``[B, T, d]``: after the final norm; ``target.lm_head(last_hidden)`` are the target's logits."""
+    logsumexp: Tensor | None = None
+    """``[B, T]`` fp32: log-sum-exp of the full logits, NaN where no slot can ask for it; None where not known."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_a_batch_is_padded_with_zeros_and_holds_each_sequence(tmp_path: Path) ->
 def test_normalisers_are_known_exactly_where_a_slot_can_ask(tmp_path: Path) -> None:
     target, cache = tiny.tiny_target(), build(tmp_path)
     tokens = collate(STORE, [4])
-    level = cache.logsumexp(tokens, "cpu")[0]
+    level = cache.states(tokens, "cpu").logsumexp[0]
     mask = tokens.loss_mask[0]
     wanted = torch.zeros_like(mask)
     wanted[:-1] = mask[:-1] & mask[1:]
@@ -89,7 +89,8 @@ def test_nothing_stays_mapped_between_batches(tmp_path: Path) -> None:
     """A cache larger than the memory would otherwise count as the process's own."""
     cache = build(tmp_path)
     tokens = collate(STORE, list(range(len(STORE))))
-    states, level = cache.states(tokens, "cpu"), cache.logsumexp(tokens, "cpu")
+    states = cache.states(tokens, "cpu")
+    level = states.logsumexp
     assert states.features.any()
     assert level.isfinite().any()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -298,7 +299,7 @@ def test_a_sample_with_another_mask_has_normalisers_of_its_own(tmp_path: Path) -
     cache = FeatureCache(tmp_path, identity_of(target), target)
     for index in range(2):
         asked = store.loss_mask(index)
-        level = cache.logsumexp(collate(store, [index]), "cpu")[0]
+        level = cache.states(collate(store, [index]), "cpu").logsumexp[0]
         assert torch.equal(~level.isnan()[:-1], torch.from_numpy(asked[:-1] & asked[1:]))
     ids = first.input_ids
     assert digest_sample(ids, first.loss_mask) == digest_sample(ids.astype(np.int64), first.loss_mask)

@@ -142,13 +142,13 @@ def test_a_cached_step_runs_no_target_and_no_normalisers() -> None:
 
 def test_each_stage_shards_what_it_says() -> None:
     parts = [state_bytes(800, stage, 8, mixed=True) for stage in range(4)]
-    assert parts == [(3200, 3200, 6400), (1600, 1600, 1200), (1600, 200, 1200), (200, 200, 1200)]
+    assert parts == [(3200, 3200, 6400), (1600, 3200, 1200), (1600, 400, 1200), (200, 400, 1200)]
     assert state_bytes(800, 2, 8, mixed=False) == (3200, 400, 800)
     cost = StepCost(TargetCost.of(tiny.tiny_target().model), make_draft(), 0, True, 2)
     memory = cost.memory(LOAD, 1, 8)
     trained = trained_parameters(cost.draft)
     assert [memory[part] for part in ("weights", "gradients", "optimiser")] == [
-        2 * trained, 2 * trained, 12 * trained // 8
+        2 * trained, 4 * trained, 12 * trained // 8
     ]  # fmt: skip
 
 

@@ -167,6 +167,7 @@ def test_schedule_by_hand() -> None:
 
 
 def test_perfect_and_hopeless_drafts_by_hand() -> None:
+    from dspark_train.data.blocks import slot_weights
     from dspark_train.structures import DraftOutput
     from dspark_train.training.terms import ObjectiveMetrics, SupervisedRows, collect_terms
 
@@ -175,7 +176,8 @@ def test_perfect_and_hopeless_drafts_by_hand() -> None:
     for l1, tau in ((0.0, slots + 1.0), (2.0, 1.0)):
         logit = torch.full((count, slots), 30.0 if l1 == 0 else -30.0)
         output = DraftOutput(torch.zeros(count, slots, 1), None, logit)
-        terms = collect_terms(output, rows, torch.zeros(6), torch.full((6,), l1), torch.zeros(6), 4.0)
+        weights = slot_weights(slots, 4.0)[rows.slot % slots]
+        terms = collect_terms(output, rows, torch.zeros(6), torch.full((6,), l1), torch.zeros(6), weights)
         metrics = ObjectiveMetrics(slots, ObjectiveConfig())
         metrics.update(terms)
         metrics.update(terms)

@@ -130,6 +130,51 @@ def test_any_cut_into_chunks_gives_the_same(
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-11)
 
 
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 70), P=st.integers(1, 20), seed=st.integers(0, 99), shared=st.integers(1, 20))
+def test_chunks_that_share_a_product_of_target_logits_give_the_same(
+    rows: int, P: int, seed: int, shared: int
+) -> None:
+    """As on a GPU; no position's logits are computed more than twice, and few products are made."""
+    inputs, products, product = case(rows=rows, P=P, seed=seed), [], torch.mm
+    head = inputs["target_head"] = inputs["target_head"].clone()
+
+    def recorded(left: Tensor, right: Tensor, **options: Any) -> Tensor:
+        if right.data_ptr() == head.data_ptr():
+            products.append(left.shape[0])
+        return product(left, right, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Chunking, "of", lambda *_: module.Chunking(4, shared))
+        patch.setattr(module, "_tile", lambda *_: 1)
+        patch.setattr(torch, "mm", recorded)
+        fused = fused_objective(**inputs)
+    loss, ce, _ = plain(**inputs)
+    torch.testing.assert_close(fused.ce, ce.detach(), rtol=1e-9, atol=1e-10)
+    for ours, oracle in zip(gradients(fused.loss, inputs), gradients(loss, inputs), strict=True):
+        torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-11)
+    positions = len(inputs["target_row"].unique())
+    assert sum(products) <= positions + len(products) - 1
+    if shared >= positions:
+        assert len(products) == 1
+
+
+def test_a_gpu_s_chunks_fill_its_budget_and_are_few() -> None:
+    """A micro-batch of the recipe for Qwen3-4B: 8 sequences × 512 blocks × 7 slots, 90 chunks with a CPU's budget."""
+    vocabulary, rows = 151_936, 8 * 512 * 7
+    options = {"accurate": torch.float32, "softcap": None, "ce_coef": 0.1, "tv_coef": 0.9, "gradient": True}
+    settings = row_kernel.ObjectiveSettings(
+        dtype=torch.bfloat16,
+        budget=module.default_budget("cuda"),
+        **options,  # type: ignore[arg-type]
+    )
+    cut = module.Chunking.of(settings, vocabulary, "cuda")
+    used = (2 * cut.rows + cut.positions) * vocabulary * 2
+    assert 0.9 * settings.budget < used <= settings.budget
+    assert -(-rows // cut.rows) <= 12
+    assert cut.positions > 1_000
+
+
 def test_products_come_in_few_sizes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN compiles a kernel for every size, which costs several times the product."""
     sizes, product = set(), torch.mm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from dspark_train.data.module import collate
 from dspark_train.errors import UserError
 from dspark_train.structures import TokenBatch
+from dspark_train.training import module as module_file
 from dspark_train.training.cache_builder import CacheFeatures
 from dspark_train.training.starting import gather_samples
 
@@ -98,3 +101,21 @@ def test_a_resumed_run_keeps_what_it_has_learnt(tmp_path: Path) -> None:
     again = tiny.fit(tiny.tiny_module(**LINEAR), tiny.TinyData(16), trainer, ckpt_path=tmp_path / "two.ckpt")
     for name, value in tiny.weights_of(whole).items():
         assert torch.equal(tiny.weights_of(again)[name], value), name
+
+
+@pytest.mark.parametrize("together", [1, 50, 2**22])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_token_pairs_are_counted_piece_by_piece(
+    together: int, reduced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_file, "PAIRS_AT_ONCE", together)
+    store, kept = tiny.MemoryStore(9, 7), torch.arange(0, 90, 3)
+    expected: Counter[tuple[int, int]] = Counter()
+    for example in store.examples:
+        ids = [int(token) for token in example.input_ids[example.loss_mask]]  # one answer, at the end
+        pairs = itertools.pairwise(ids)
+        expected.update((a, b // 3 if reduced else b) for a, b in pairs if not reduced or b in kept)
+    found = module_file.answer_pairs(store, kept if reduced else None)
+    assert (
+        Counter({(a, b): n for a, b, n in zip(*(part.tolist() for part in found), strict=True)}) == expected
+    )

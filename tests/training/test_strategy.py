@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch import Tensor
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.training.strategy import ZeroStrategy
+from dspark_train.training.zero_state import load_optimizer_state
 
 pytestmark = pytest.mark.end_to_end
 WORKER = Path(__file__).parent / "worker.py"
@@ -57,6 +59,15 @@ SINGLE = [
     },
 ]
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+IN_BF16 = {"max_steps": 1, "gradient_clip_val": None, "precision": "bf16-mixed"}
+
+
+def in_bf16(strategy: str, kind: bool | str = True) -> dict[str, Any]:
+    """Four micro-batches on each of two ranks."""
+    name = f"{strategy}-bf16" + ("-constant" if kind == "constant" else "")
+    return gradient(name, 1, None, strategy) | {"gradient": kind, "trainer": IN_BF16}
+
+
 FOUR = {"data": {"micro_batch_size": 4}, **TEN}
 PAIR = [
     *(gradient(f"{strategy}-{micro}", micro, None, strategy) for strategy in STRATEGIES for micro in (4, 2)),
@@ -71,6 +82,21 @@ PAIR = [
         }
         for stage in (1, 2, 3)
     ),
+    *(in_bf16(strategy, kind) for strategy in STRATEGIES for kind in (True, "constant")),
+    {
+        "name": "zero1-bf16-ten",
+        "strategy": "zero1",
+        "data": {"micro_batch_size": 4},
+        "trainer": {"max_steps": 10, "precision": "bf16-mixed"},
+        **SAVING,
+    },
+    {
+        "name": "zero1-bf16-again",
+        "strategy": "zero1",
+        "resume": "zero1-bf16-ten/trainer/step=00000005.ckpt",
+        "data": {"micro_batch_size": 4},
+        "trainer": {"max_steps": 10, "precision": "bf16-mixed"},
+    },
     {"name": "one-to-two", "strategy": "zero2", "resume": "ten/trainer/step=00000005.ckpt", **FOUR},
     {"name": "3-to-1", "strategy": "zero1", "resume": "zero3-ten/trainer/step=00000005.ckpt", **FOUR},
     {"name": "zero2-again", "strategy": "zero2", "resume": "zero2-ten/trainer/step=00000005.ckpt", **FOUR},
@@ -150,6 +176,22 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(results: Path, nam
     assert distance(load(results, "1x8"), load(results, name)) < 1e-6
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_bf16_gradients_are_summed_in_fp32_under_zero(results: Path, stage: int) -> None:
+    """One micro-batch of eight has a gradient of 1, the others 2⁻¹⁰: the same bits as DDP's."""
+    plain, sharded = load(results, "ddp-bf16-constant"), load(results, f"zero{stage}-bf16-constant")
+    assert all(torch.equal(plain[name], sharded[name]) for name in plain)
+    moved = torch.cat([value.flatten() for value in plain.values()]).abs().median()
+    assert abs(float(moved) / 1e4 - (1 + 7 * 2**-10) / 2) < 2e-4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_in_bf16_is_near_ddp_s(results: Path, stage: int) -> None:
+    """Each micro-batch's gradient is rounded once (2⁻⁹ at most), and its pass runs on rounded weights."""
+    plain, sharded = load(results, "ddp-bf16"), load(results, f"zero{stage}-bf16")
+    assert distance(plain, sharded) < 1e-2
+
+
 @pytest.mark.parametrize("name", ["8x1-empty", "ddp-empty", "zero2-empty", "zero3-empty"])
 def test_passes_without_a_supervised_token_neither_hang_nor_shift_the_gradient(
     results: Path, name: str
@@ -220,8 +262,10 @@ def test_a_run_goes_on_from_two_ranks_to_one(results: Path, tmp_path: Path, stag
 
 
 @pytest.mark.parametrize(
-    ("name", "whole"), [("killed-alone", "ten"), ("killed", "zero2-ten"), ("zero2-again", "zero2-ten")]
-)
+    ("name", "whole"),
+    [("killed-alone", "ten"), ("killed", "zero2-ten"), ("zero2-again", "zero2-ten"),
+     ("zero1-bf16-again", "zero1-bf16-ten")],
+)  # fmt: skip
 def test_killed_and_started_again_a_run_ends_with_the_same_bits(results: Path, name: str, whole: str) -> None:
     """SIGKILL in the middle of the eighth step: alone, and one of two ranks under ZeRO-2."""
     one, two = load(results, whole), load(results, name)
@@ -236,6 +280,7 @@ def test_a_sharded_target_gives_the_same_features(results: Path, rank: int) -> N
     assert found["last_hidden"]
     assert found["logits"]
     assert found["share"] < 0.51
+    assert found["identity"]  # so that both find the same feature cache
 
 
 def test_the_model_summary_survives_stage_3(results: Path) -> None:
@@ -266,6 +311,23 @@ def test_float_batch_tensors_are_not_rounded() -> None:
 
     batch = {"weight": torch.tensor([0.123456789])}
     assert ExactPrecision("bf16-mixed").convert_input(batch)["weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "masters",
+    ["single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_resumed_optimiser_has_its_step_count_where_it_wants_it(masters: str, fused: bool) -> None:
+    """Beside the weights when fused (here the ``meta`` device stands for a GPU), on the CPU when not."""
+    flat, group = torch.zeros(10, device="meta"), {"lr": 1.0, "fused": fused}
+    inner = SimpleNamespace(param_groups=[dict(group)], state={})
+    moments = {"exp_avg": torch.zeros(10), "exp_avg_sq": torch.zeros(10)}
+    saved = {"param_groups": [group], "state": {0: {"step": torch.tensor(5.0), **moments}}}
+    optimizer = SimpleNamespace(optimizer=inner, **{masters: [flat]})
+    load_optimizer_state(torch.nn.Module(), optimizer, saved)
+    found = {name: value.device.type for name, value in inner.state[flat].items()}
+    assert found == {"step": "meta" if fused else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
 def test_muon_under_zero_is_refused(tmp_path: Path) -> None:

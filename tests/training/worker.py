@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint  # noqa: E402
 from dspark_train.training.csv_logger import RunCSVLogger  # noqa: E402
+from dspark_train.training.feature_cache import identity_of  # noqa: E402
 from dspark_train.training.module import DSparkModule  # noqa: E402
 from dspark_train.training.strategy import ZeroStrategy  # noqa: E402
 from dspark_train.training.zero_state import master_state, whole_parameters  # noqa: E402
@@ -38,6 +39,25 @@ class GradientModule(DSparkModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.draft.parameters(), lr=self.RATE)
+
+
+class ConstantGradient(GradientModule):
+    """Every gradient is 1 in the first micro-batch of the first rank, and 2⁻¹⁰ in all others.
+
+    Summed in bfloat16 behind the first one, the others would vanish.
+    """
+
+    share = 1.0
+
+    def configure_optimizers(self) -> Any:
+        for parameter in self.draft.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: torch.full_like(gradient, self.share))
+        return super().configure_optimizers()
+
+    def training_step(self, prepared: Any, batch_idx: int) -> torch.Tensor:
+        self.share = 1.0 if batch_idx == 0 and self.global_rank == 0 else 2.0**-10
+        return super().training_step(prepared, batch_idx)
 
 
 class DieAt(Callback):
@@ -68,6 +88,7 @@ def features(folder: Path) -> None:
         "last_hidden": torch.equal(one.last_hidden, two.last_hidden),
         "logits": torch.equal(plain.lm_head(one.last_hidden), sharded.lm_head(two.last_hidden)),
         "share": held / whole,
+        "identity": not identity_of(plain).difference(identity_of(sharded)),
     }
     (folder / f"features-{rank}.json").write_text(json.dumps(result))
 
@@ -95,7 +116,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
     )
     module = tiny.tiny_module(**job.get("module", {}))
     if job.get("gradient"):
-        module.__class__ = GradientModule
+        module.__class__ = ConstantGradient if job["gradient"] == "constant" else GradientModule
     if "die_at" in job:
         trainer.callbacks.append(DieAt(job["die_at"]))
     resume = folder / job["resume"] if "resume" in job else None

@@ -34,6 +34,7 @@ from dspark_train.cli.tracking import record_recipe, record_results, same_record
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
+from dspark_train.files import nearest_folder
 from dspark_train.interchange.importing import warm_start
 from dspark_train.machine import Choice, LayerShape
 from dspark_train.progress import quiet_libraries, say, stage
@@ -257,8 +258,7 @@ def check_resources(config: Namespace) -> str:
     from dspark_train.training.plan import caches_features
 
     folder = Path(config.run.folder)
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free, disk, gib = machine.free_memory(), shutil.disk_usage(existing).free, 2**30
+    free, disk, gib = machine.free_memory(), shutil.disk_usage(nearest_folder(folder)).free, 2**30
     line = f"{machine.usable_cores()} cores"
     if config.trainer.accelerator != "cpu" and torch.cuda.is_available():
         return f"{line}, {disk / gib:.1f} GiB of disk free for {folder}"

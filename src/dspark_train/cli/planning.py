@@ -29,6 +29,7 @@ from dspark_train.target.config import (
 from dspark_train.target.frozen import resolve_path
 from dspark_train.training.module import answer_token_counts, choose_vocabulary
 from dspark_train.training.plan import DataFacts, Plan, make_plan
+from dspark_train.training.terms import ObjectiveConfig
 
 LARGEST_FILE = 64 * 2**20
 """Bytes of the largest JSONL file that is tokenized for a plan; a larger one is better prepared first."""
@@ -89,7 +90,7 @@ def plan_of(config: Mapping[str, Any], options: PlanOptions) -> Plan:
     open_data(data)
     draft = draft_model(recipe, target, model, data, notes)
     facts = data_facts(data, options, notes)
-    budget = config["objective"]["memory_budget_mib"] * 2**20
+    budget = ObjectiveConfig(**config["objective"]).memory_budget
     result = make_plan(config["trainer"], target, model, draft, data, facts, budget, options.gpu)
     result.notes += notes
     return result

@@ -19,41 +19,69 @@ _STRAIGHT = 0.5
 
 
 @torch.no_grad()
-def start_from_bigrams(head: SequentialHead, previous: Tensor, following: Tensor) -> float:
+def start_from_bigrams(head: SequentialHead, previous: Tensor, following: Tensor, count: Tensor) -> None:
     """Set ``W1`` and ``W2`` so that the head's bias is the smoothed log-probability of the next token.
 
     One rank holds the unigram log-probabilities; the others a weighted singular value decomposition of the log
-    ratios of bigram to unigram probabilities, rows weighted by the square root of their counts.
+    ratios of bigram to unigram probabilities, rows weighted by the square root of their counts. Pairs that never
+    occurred share one log ratio per previous token, so the matrix is a constant per row and a sparse rest: nothing of
+    size ``[V, U]`` is made.
 
     Args:
         head: changed in place; previous tokens that were never seen fall back to the unigrams.
-        previous: ``[pairs]`` int64 target ids.
+        previous: ``[pairs]`` int64 target ids of distinct pairs.
         following: ``[pairs]`` int64 draft ids (indices into the draft's vocabulary).
-
-    Returns:
-        Cross entropy of the pairs under the start, in nats.
+        count: ``[pairs]`` int64, how often each occurs.
     """
     rank, vocabulary = head.rank, head.markov_w2.weight.shape[0]
     seen, row = previous.unique(return_inverse=True)
-    unigram = torch.bincount(following, minlength=vocabulary).float() + 0.5
+    often = count.float()
+    unigram = torch.zeros(vocabulary).index_add(0, following, often) + 0.5
     unigram /= unigram.sum()
-    counts = torch.zeros(seen.numel(), vocabulary)
-    counts.index_put_((row, following), torch.ones(row.numel()), accumulate=True)
-    total = counts.sum(1, keepdim=True)
-    ratio = ((counts + SMOOTHING * unigram) / (total + SMOOTHING)).log_() - unigram.log()
-    kept = min(rank - 1, *ratio.shape)
+    total = torch.zeros(seen.numel()).index_add(0, row, often)
+    share = total.sqrt()
+    constant = share * (SMOOTHING / (total + SMOOTHING)).log()
+    rest = share[row] * (often / (SMOOTHING * unigram[following])).log1p()
+    kept = min(rank - 1, seen.numel(), vocabulary)
     w1 = torch.zeros(head.markov_w1.num_embeddings, rank)
     w2 = torch.zeros(vocabulary, rank)
     w1[:, -1], w2[:, -1] = 1.0, unigram.log()
     if kept:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            left, values, right = torch.svd_lowrank(ratio * total.sqrt(), q=kept, niter=2)
-        w1[seen, :kept] = left * values / total.sqrt()
+        place, size = torch.stack([row, following]), (seen.numel(), vocabulary)
+        sparse = torch.sparse_coo_tensor(place, rest, size, check_invariants=True).coalesce()
+        left, values, right = _leading(constant, sparse, kept)
+        w1[seen, :kept] = left * values / share[:, None]
         w2[:, :kept] = right
-    pairs = (w1[seen] @ w2.T).log_softmax(-1)
     set_factors(head, w1, w2, w1)
-    return -float((pairs * counts).sum() / counts.sum())
+
+
+def _leading(constant: Tensor, rest: Tensor, rank: int, rounds: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Leading singular triplets of ``constant 1ᵀ + rest``, by subspace iteration (Halko et al. 2011).
+
+    Args:
+        constant: ``[s]``, of each row.
+        rest: ``[s, u]``, sparse and coalesced.
+        rank: k.
+        rounds: iterations.
+
+    Returns:
+        ``[s, k]``, ``[k]`` and ``[u, k]``.
+    """
+    turned = rest.t().coalesce()
+
+    def times(block: Tensor) -> Tensor:  # [u, k] -> [s, k]
+        return torch.sparse.mm(rest, block).addr_(constant, block.sum(0))
+
+    def turned_times(block: Tensor) -> Tensor:  # [s, k] -> [u, k]
+        return torch.sparse.mm(turned, block).add_(constant @ block)
+
+    start = torch.randn(rest.shape[1], rank, generator=torch.Generator().manual_seed(0))
+    basis = torch.linalg.qr(times(start)).Q
+    for _ in range(rounds):
+        basis = torch.linalg.qr(turned_times(basis)).Q
+        basis = torch.linalg.qr(times(basis)).Q
+    right, values, left = torch.linalg.svd(turned_times(basis), full_matrices=False)
+    return basis @ left.T, values, right
 
 
 def set_factors(head: SequentialHead, w1: Tensor, w2: Tensor, seen: Tensor) -> None:

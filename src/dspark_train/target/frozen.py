@@ -242,9 +242,23 @@ class FrozenTarget:
         """
         packed = self.form is not None and self.form.name == "float32, packed"
         own_dtype = torch.autocast(input_ids.device.type, enabled=False)  # whatever the draft trains in
-        with own_dtype, self.tap() as tapped, packed_linears(self.model) if packed else nullcontext():
+        packing = packed_linears(self.model) if packed else nullcontext()
+        with own_dtype, self.tap() as tapped, packing, one_sequence_per_row():
             output = self.decoder(input_ids=input_ids, use_cache=False)
         return TargetStates(self.concatenate(tapped), output.last_hidden_state)
+
+
+@contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Transformers looks whether a row holds several sequences, and waits for the device to tell; none does here."""
+    from transformers import masking_utils
+
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found
 
 
 def default_device() -> torch.device:

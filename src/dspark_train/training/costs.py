@@ -19,8 +19,8 @@ class StepCost:
     target: TargetCost
     draft: DSparkDraft
     """Its weights may lie on the ``meta`` device."""
-    budget: int
-    """Bytes for one chunk of logits."""
+    budget: int | None
+    """Bytes for one chunk of logits; None takes the device's default."""
     mixed: bool
     """Products in bfloat16."""
     target_item: int
@@ -31,6 +31,8 @@ class StepCost:
     """The target's layers are shared by the ranks."""
     cached: bool = False
     """The target's states and normalisers are stored: no step runs it."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda``."""
 
     def memory(self, load: Load, stage: int, ranks: int) -> dict[str, int]:
         """Bytes per GPU by part.
@@ -52,7 +54,13 @@ class StepCost:
             "target states": self.target.pass_bytes(load.tokens, len(config.layer_ids), self.target_item),
             "activations": activation_bytes(self.draft, load, item),
             "objective": objective_bytes(
-                load.rows, config.hidden_size, config.markov_rank, config.draft_vocabulary, item, self.budget
+                load.rows,
+                config.hidden_size,
+                config.markov_rank,
+                config.draft_vocabulary,
+                item,
+                self.budget,
+                self.device,
             ),
         }
 

@@ -32,10 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_train.errors import UserError
-from dspark_train.files import file_digest, write_json
+from dspark_train.files import check_made, file_digest, nearest_folder, read_json, write_json
 from dspark_train.structures import TargetStates, TokenBatch
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.objective import round_up, target_logsumexp
+from dspark_train.training.zero_state import gathered
 
 FORMAT = 2
 LENGTH_STEP = 8
@@ -78,20 +79,31 @@ class CacheIdentity:
 
 
 def identity_of(target: FrozenTarget, storage: Storage = "exact") -> CacheIdentity:
-    """Identity of the states that ``target`` computes."""
+    """Identity of the states that ``target`` computes; of a sharded one, all ranks ask together."""
     digest = hashlib.sha256()
     config = target.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         config.pop(volatile, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, parameter in sorted(target.model.named_parameters()):
-        step = max(1, parameter.numel() // 64)
-        sample = parameter.detach().reshape(-1)[::step][:64].float().cpu().numpy()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.tobytes())
+    for name, weight in sorted(_named_weights(target.model).items()):
+        with gathered([weight]):
+            step = max(1, weight.numel() // 64)
+            sample = weight.detach().reshape(-1)[::step][:64].float().cpu().numpy()
+            digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.tobytes())
     dtype = str(target.dtype).removeprefix("torch.")
     return CacheIdentity(
         digest.hexdigest()[:32], target.name, tuple(target.layer_ids), dtype, storage, target.hidden_size
     )
+
+
+def _named_weights(model: Any) -> dict[str, Tensor]:
+    """Weights by name. A sharded target's embedding and head are no parameters, and count all the same."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is embedding or (module is head and head.weight is not embedding.weight):
+            found[f"{name}.weight"] = module.weight
+    return found
 
 
 def digest_sample(ids: NDArray[np.integer[Any]], mask: NDArray[np.bool_]) -> int:
@@ -131,9 +143,8 @@ def check_disk(folder: Path, needed: int) -> None:
     Raises:
         UserError: it does not fit.
     """
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     needed -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_folder(folder)).free
     if needed > free * 0.95:
         raise UserError(
             f"the feature cache {folder} needs {needed / 2**30:.2f} GiB, but its disk has only "
@@ -197,7 +208,7 @@ class FeatureCache:
                 self._add(self.folder / name)
 
     def _add(self, sidecar: Path) -> None:
-        record = json.loads(sidecar.read_text())
+        record = read_json(sidecar)
         found = CacheIdentity(**record["identity"] | {"layer_ids": tuple(record["identity"]["layer_ids"])})
         path = self.folder / record["file"]
         if different := self.identity.difference(found):
@@ -205,7 +216,9 @@ class FeatureCache:
                 f"the feature cache {self.folder} was made from something else ({different}): "
                 "choose another folder, or delete it"
             )
-        check_file(path, record, self._verify)
+        check_made(
+            path, record, f"delete it and {sidecar.name}, and it is computed again", verify=self._verify
+        )
         try:
             with safe_open(str(path), framework="pt") as file:
                 digests, starts = file.get_tensor("digest").tolist(), file.get_tensor("start").tolist()
@@ -226,8 +239,15 @@ class FeatureCache:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def states(self, tokens: TokenBatch, device: torch.device | str) -> TargetStates:
+    def states(
+        self, tokens: TokenBatch, device: torch.device | str, host: TokenBatch | None = None
+    ) -> TargetStates:
         """States of a batch, as ``target.states`` gives them (zero at padding); computed where they are missing.
+
+        Args:
+            tokens: of the batch.
+            device: of the states.
+            host: the same tokens on the CPU, so that nothing waits for a GPU to tell them.
 
         Raises:
             UserError: a sample is missing, and there is no target to compute it.
@@ -236,19 +256,13 @@ class FeatureCache:
         dtype = getattr(torch, self.identity.dtype)
         features = self._empty(tokens, (taps * size,), dtype, device)
         hidden = self._empty(tokens, (size,), dtype, device)
-        for row, (path, start, stop) in enumerate(self._places(tokens)):
+        level = self._empty(tokens, (), torch.float32, device)
+        for row, (path, start, stop) in enumerate(self._places(tokens if host is None else host)):
             with safe_open(str(path), framework="pt") as file:
                 features[row, : stop - start] = self._features(file, start, stop, dtype)
                 hidden[row, : stop - start] = file.get_slice("last_hidden")[start:stop]
-        return TargetStates(features.to(device, non_blocking=True), hidden.to(device, non_blocking=True))
-
-    def logsumexp(self, tokens: TokenBatch, device: torch.device | str) -> Tensor:
-        """``[B, T]`` fp32: log-sum-exp of the target's full logits; NaN where no slot can ask for it."""
-        values = self._empty(tokens, (), torch.float32, device)
-        for row, (path, start, stop) in enumerate(self._places(tokens)):
-            with safe_open(str(path), framework="pt") as file:
-                values[row, : stop - start] = file.get_slice("logsumexp")[start:stop]
-        return values.to(device, non_blocking=True)
+                level[row, : stop - start] = file.get_slice("logsumexp")[start:stop]
+        return TargetStates(features, hidden, level).to(device, non_blocking=True)
 
     @staticmethod
     def _empty(
@@ -378,18 +392,3 @@ def decode_fp8(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of :func:`encode_fp8`, rounded to ``dtype``."""
     parts = stored.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
     return parts.to(dtype).flatten(-2)
-
-
-def check_file(path: Path, record: dict[str, Any], verify: bool = True) -> None:
-    """Raise UserError where a file is missing, truncated, or (with ``verify``) has another SHA-256."""
-    remedy = f"delete it and {path.stem}.json, and it is computed again"
-    if not path.is_file():
-        raise UserError(
-            f"the cache file {path} is missing: delete {path.stem}.json, and it is computed again"
-        )
-    if path.stat().st_size != record["bytes"]:
-        raise UserError(
-            f"the cache file {path} is truncated ({path.stat().st_size} of {record['bytes']} bytes): {remedy}"
-        )
-    if verify and file_digest(path) != record["sha256"]:
-        raise UserError(f"the cache file {path} is corrupt (its SHA-256 has changed): {remedy}")

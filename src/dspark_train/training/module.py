@@ -43,6 +43,14 @@ class PreparedBatch(TensorStruct):
 
     batch: TrainingBatch
     rows: SupervisedRows
+    host: TokenBatch
+    """The batch's tokens, which stay on the CPU."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PreparedBatch:
+        """Move what the device reads."""
+        return PreparedBatch(
+            self.batch.to(device, non_blocking), self.rows.to(device, non_blocking), self.host
+        )
 
 
 class DSparkModule(LightningModule):
@@ -75,6 +83,10 @@ class DSparkModule(LightningModule):
         self.schedule: Schedule | None = None
         """Of the learning rate; a budget of time changes its length."""
         self._target: FrozenTarget | None = None
+        self.slot_weights: Tensor
+        self.register_buffer(
+            "slot_weights", slot_weights(draft.block_size, objective.decay), persistent=False
+        )
         self._sums = {stage: self._new_metrics() for stage in ("train", "val")}
         self._logged_step = 0
 
@@ -190,10 +202,18 @@ class DSparkModule(LightningModule):
         """Index the supervised slots on the CPU, so that the step never waits for a size."""
         if batch.blocks.anchor.numel() == 0:
             batch = TrainingBatch(batch.tokens, _placeholder(batch), batch.global_weight)
-        return PreparedBatch(batch, SupervisedRows.of(batch.blocks, batch.tokens.input_ids.shape[1]))
+        rows = SupervisedRows.of(batch.blocks, batch.tokens.input_ids.shape[1])
+        prepared = PreparedBatch(batch, rows, batch.tokens)
+        return prepared.pin_memory() if self.device.type == "cuda" else prepared
 
-    def _states(self, tokens: TokenBatch) -> TargetStates:
-        return self._source().states(tokens, self.target.device)
+    def transfer_batch_to_device(
+        self, batch: PreparedBatch, device: torch.device, dataloader_idx: int
+    ) -> PreparedBatch:
+        """Copy from pinned memory, while the device still works on the step before."""
+        return batch.to(device, non_blocking=True)
+
+    def _states(self, tokens: TokenBatch, host: TokenBatch | None = None) -> TargetStates:
+        return self._source().states(tokens, self.target.device, host)
 
     def _source(self) -> StateSource:
         if self.source is None:
@@ -203,11 +223,11 @@ class DSparkModule(LightningModule):
     def compute(self, prepared: PreparedBatch) -> tuple[Tensor, ObjectiveTerms]:
         """Loss of a batch over its global denominator (differentiable), and its detached sums."""
         batch, rows, config = prepared.batch, prepared.rows, self.objective
-        states = self._states(batch.tokens)
-        level = self._source().logsumexp(batch.tokens, self.device)
+        states = self._states(batch.tokens, prepared.host)
+        level = states.logsumexp
         output = self.draft(states.features, batch.blocks)
-        slots = output.hidden.shape[1]
-        weights = self.slot_weights(slots)[rows.slot % slots] / max(batch.global_weight, 1e-12)
+        slot_weights = self.slot_weights[rows.slot % output.hidden.shape[1]]
+        weights = slot_weights / max(batch.global_weight, 1e-12)
         sums = fused_objective(
             output.hidden.flatten(0, 1)[rows.slot],
             None if output.latent is None else output.latent.flatten(0, 1)[rows.slot],
@@ -223,11 +243,11 @@ class DSparkModule(LightningModule):
             softcap=self.target.logit_softcap,
             draft_token_ids=self.draft.draft_token_ids,
             target_logsumexp=None if level is None else level.flatten()[rows.position],
-            memory_budget_bytes=config.memory_budget_mib * 2**20,
+            memory_budget_bytes=config.memory_budget,
         )
         confidence = confidence_rows(output, rows, sums.accept)
         loss = sums.loss + config.confidence * (weights * confidence).sum()
-        return loss, collect_terms(output, rows, sums.ce, sums.l1, confidence, config.decay)
+        return loss, collect_terms(output, rows, sums.ce, sums.l1, confidence, slot_weights)
 
     def training_step(self, prepared: PreparedBatch, batch_idx: int) -> Tensor:
         """One micro-batch. Strategies average over ranks and accumulation; the true gradient is the sum."""
@@ -271,10 +291,6 @@ class DSparkModule(LightningModule):
         metrics = self._sums[stage]
         return metrics if metrics.device == self.device else metrics.to(self.device)
 
-    def slot_weights(self, slots: int) -> Tensor:
-        """``[γ]`` weights on this module's device."""
-        return slot_weights(slots, self.objective.decay).to(self.device)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Carry every rank's running sums, so that a resumed run logs what an uninterrupted one logs."""
         sums = {
@@ -310,28 +326,45 @@ def answer_token_counts(store: Any, vocab_size: int) -> Tensor:
     return counts
 
 
-def answer_pairs(store: Any, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Consecutive supervised tokens of the training answers, the second one inside the draft's vocabulary.
+PAIRS_AT_ONCE = 2**22
+"""Token pairs that are gathered before they are counted."""
+
+
+def answer_pairs(store: Any, token_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct pairs of consecutive supervised tokens of the training answers, the second in the draft's vocabulary.
 
     Args:
         store: training examples.
         token_ids: ``[U]`` ascending target ids of the draft's vocabulary; None keeps every token.
 
     Returns:
-        First tokens as target ids and second ones as draft ids, ``[pairs]`` int64 each.
+        First tokens as target ids, second ones as draft ids, and how often each pair occurs: ``[pairs]`` int64 each.
     """
-    first, second = [], []
+    keys, counts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    waiting: list[Tensor] = []
+
+    def merge() -> tuple[Tensor, Tensor]:
+        fresh = torch.cat([keys, *waiting])
+        weights = torch.cat([counts, torch.ones(fresh.numel() - keys.numel(), dtype=torch.int64)])
+        waiting.clear()
+        found, place = fresh.unique(return_inverse=True)
+        return found, torch.zeros_like(found).index_add(0, place, weights)
+
+    held = 0
     for index in range(len(store)):
         example = store[index]
         ids, both = example.input_ids.astype("int64"), example.loss_mask[1:] & example.loss_mask[:-1]
-        first.append(torch.from_numpy(ids[:-1][both]))
-        second.append(torch.from_numpy(ids[1:][both]))
-    previous, following = torch.cat(first), torch.cat(second)
+        waiting.append(torch.from_numpy((ids[:-1][both] << 32) | ids[1:][both]))
+        held += waiting[-1].numel()
+        if held >= PAIRS_AT_ONCE:
+            (keys, counts), held = merge(), 0
+    keys, counts = merge()
+    previous, following = keys >> 32, keys & (2**32 - 1)
     if token_ids is None:
-        return previous, following
+        return previous, following, counts
     place = torch.searchsorted(token_ids, following).clamp(max=token_ids.numel() - 1)
     known = token_ids[place] == following
-    return previous[known], place[known]
+    return previous[known], place[known], counts[known]
 
 
 def choose_vocabulary(counts: Tensor, size: int | None, coverage: float | None) -> Tensor:

@@ -34,9 +34,9 @@ from dspark_train.training.row_kernel import (
     soften,
 )
 
-DEFAULT_MEMORY_BUDGET = 192 * 2**20
-"""Bytes that one chunk of logits (draft and target) may take, where the caller gives no number."""
-_MIN_ROWS, _MAX_ROWS = 16, 1024
+_BUDGETS = {"cpu": 192 * 2**20, "cuda": 2 * 2**30}
+_MIN_ROWS = 16
+_MAX_ROWS = {"cpu": 1024, "cuda": 8192}
 _VOCABULARY_TILE = 8192
 """Rows of ``W2`` whose gradient is accumulated at once, to bound a temporary of the product."""
 
@@ -95,7 +95,7 @@ def fused_objective(
         draft_token_ids: ``[U]`` int64, sorted: target ids of a reduced draft vocabulary. The target keeps its
             full distribution; what lies outside counts in the L1 distance.
         target_logsumexp: ``[P]`` fp32 normalisers of the target's logits, if known (from a feature cache).
-        memory_budget_bytes: bytes for one chunk of logits; None takes :data:`DEFAULT_MEMORY_BUDGET`.
+        memory_budget_bytes: bytes for one chunk of logits; None takes :func:`default_budget`.
 
     Returns:
         The weighted loss and the detached terms of every row, in the order given.
@@ -123,8 +123,9 @@ def fused_objective(
         device_order = order.to(hidden.device)
         hidden, labels, weights = hidden[device_order], labels[device_order], weights[device_order]
         latent = None if latent is None else latent[device_order]
-    used, host_row = torch.unique_consecutive(host_row, return_inverse=True)
+    used, dense = torch.unique_consecutive(host_row, return_inverse=True)
     if used.shape[0] != target_hidden.shape[0]:
+        host_row = dense
         device_used = used.to(target_hidden.device, non_blocking=True)
         target_hidden = target_hidden[device_used]
         target_logsumexp = None if target_logsumexp is None else target_logsumexp[device_used]
@@ -134,7 +135,7 @@ def fused_objective(
         softcap=softcap,
         ce_coef=ce_coef,
         tv_coef=tv_coef,
-        budget=memory_budget_bytes or DEFAULT_MEMORY_BUDGET,
+        budget=memory_budget_bytes or default_budget(hidden.device.type),
         gradient=torch.is_grad_enabled()
         and any(tensor is not None and tensor.requires_grad for tensor in (hidden, latent, w2)),
     )
@@ -182,7 +183,8 @@ def target_logsumexp(
     target_hidden, target_head = target_hidden.to(dtype), target_head.to(dtype)
     positions, vocabulary = target_hidden.shape[0], target_head.shape[0]
     result = target_hidden.new_empty(positions, dtype=accurate)
-    chunk = _fit(memory_budget_bytes or DEFAULT_MEMORY_BUDGET, vocabulary * dtype.itemsize)
+    kind = target_hidden.device.type
+    chunk = _fit(memory_budget_bytes or default_budget(kind), vocabulary * dtype.itemsize, kind)
     inner = rows_in_cache(chunk, vocabulary, target_hidden.device)
     tile = _tile(chunk, target_hidden.device)
     target_hidden = _whole_tiles(target_hidden, tile)
@@ -224,7 +226,9 @@ def objective_flops(rows: int, positions: int, size: int, rank: int, reduced: in
     return 2.0 * (draft + target)
 
 
-def objective_bytes(rows: int, size: int, rank: int, reduced: int, item: int, budget: int) -> int:
+def objective_bytes(
+    rows: int, size: int, rank: int, reduced: int, item: int, budget: int | None, device: str
+) -> int:
     """Bytes of :func:`fused_objective` at its peak: a chunk of logits, ``W2`` and its gradient, the rows' gradients.
 
     Args:
@@ -233,10 +237,50 @@ def objective_bytes(rows: int, size: int, rank: int, reduced: int, item: int, bu
         rank: r.
         reduced: U.
         item: bytes of an element in the matrix products.
-        budget: most bytes for one chunk of logits.
+        budget: most bytes for one chunk of logits; None takes :func:`default_budget`.
+        device: ``cpu`` or ``cuda``.
     """
-    chunk = min(budget, 2 * min(rows, _MAX_ROWS) * reduced * item)
+    chunk = min(budget or default_budget(device), 2 * min(rows, _MAX_ROWS[device]) * reduced * item)
     return chunk + reduced * rank * (item + 4) + rows * (size + rank) * 3 * item
+
+
+def default_budget(device: str) -> int:
+    """Bytes that one chunk of logits (draft and target) may take, where nobody gives a number.
+
+    A CPU's chunks stay small; on a GPU each chunk reads both heads, so there are few and large ones.
+
+    Args:
+        device: ``cpu``, or a GPU's type.
+    """
+    return _BUDGETS.get(device, _BUDGETS["cuda"])
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How a sweep cuts its rows."""
+
+    rows: int
+    """Draft logits at once."""
+    positions: int
+    """Target logits of one product, which several chunks share; 0: one product per chunk."""
+
+    @classmethod
+    def of(cls, settings: ObjectiveSettings, vocabulary: int, device: str) -> Chunking:
+        """Cut what the budget allows.
+
+        On a CPU a chunk needs its draft and its target logits. On a GPU a quarter of the budget holds target logits;
+        the rest a chunk of draft logits and the compiled formula's gradient of it. A soft-cap's slope is one more.
+
+        Args:
+            settings: of the objective.
+            vocabulary: U.
+            device: ``cpu``, or a GPU's type.
+        """
+        buffers, row = 2 + (settings.softcap is not None), vocabulary * settings.dtype.itemsize
+        if device == "cpu":
+            return cls(_fit(settings.budget, buffers * row, device), 0)
+        shared = settings.budget // 4
+        return cls(_fit(settings.budget - shared, buffers * row, device), max(1, shared // row))
 
 
 def _matmul_dtype(tensor: Tensor) -> torch.dtype:
@@ -246,8 +290,9 @@ def _matmul_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def _fit(budget: int, bytes_per_row: int) -> int:
-    return max(_MIN_ROWS, min(_MAX_ROWS, budget // max(1, bytes_per_row)) // 16 * 16)
+def _fit(budget: int, bytes_per_row: int, device: str) -> int:
+    most = _MAX_ROWS.get(device, _MAX_ROWS["cuda"])
+    return max(_MIN_ROWS, min(most, budget // max(1, bytes_per_row)) // 16 * 16)
 
 
 def _tile(chunk: int, device: torch.device) -> int:
@@ -357,8 +402,8 @@ def _sweep(
     project = None if w2 is None else w2.detach().to(settings.dtype)
     ce, l1 = (hidden.new_empty(rows, dtype=settings.accurate) for _ in range(2))
     grad_hidden = grad_latent = grad_w2 = None
-    buffers = 2 if settings.softcap is None else 3
-    chunk = min(rows, _fit(settings.budget, buffers * vocabulary * settings.dtype.itemsize))
+    chunking = Chunking.of(settings, vocabulary, hidden.device.type)
+    chunk = min(rows, chunking.rows)
     tile = _tile(chunk, hidden.device)
     states, wanted = _whole_tiles(states, tile), _whole_tiles(inputs.target_hidden, tile)
     z = None if z is None else _whole_tiles(z, tile)
@@ -367,17 +412,16 @@ def _sweep(
         if z is not None and project is not None:
             grad_latent = torch.empty_like(z)
             grad_w2 = torch.zeros_like(project, dtype=settings.accurate)
-    first = inputs.first_position
-    most = max(first[min(start + chunk, rows) - 1] - first[start] + 1 for start in range(0, rows, chunk))
+    shared = _shared_positions(inputs.first_position, chunk, chunking.positions)
+    most = max(high - low for low, high in shared)
     draft_buffer = states.new_empty(round_up(chunk, tile), vocabulary)
     target_buffer = states.new_empty(round_up(most, tile), vocabulary)
     slope_buffer = None if settings.softcap is None else torch.empty_like(draft_buffer)
     work = RowKernel(chunk, vocabulary, settings, states.device)
-    for start in range(0, rows, chunk):
+    target, held = target_buffer, None
+    for start, (low, high) in zip(range(0, rows, chunk), shared, strict=True):
         real = slice(start, min(start + chunk, rows))
         part = slice(start, start + round_up(real.stop - start, tile))
-        low, high = first[real.start], first[real.stop - 1] + 1
-        high = low + round_up(high - low, tile)
         logits = torch.mm(states[part], inputs.head.T, out=draft_buffer[: part.stop - start])
         slope = None if slope_buffer is None else slope_buffer[: len(logits)]
         if slope is not None and settings.softcap is not None:
@@ -385,7 +429,9 @@ def _sweep(
             torch.div(logits, settings.softcap, out=slope).square_().neg_().add_(1.0)
         if z is not None and project is not None:
             logits.addmm_(z[part], project.T)
-        target = torch.mm(wanted[low:high], inputs.target_head.T, out=target_buffer[: high - low])
+        if held != (low, high):
+            held, whole = (low, high), round_up(high - low, tile)
+            target = torch.mm(wanted[low : low + whole], inputs.target_head.T, out=target_buffer[:whole])
         count = real.stop - start
         work.rows_to_gradients(logits[:count], target, real, low, inputs, ce[real], l1[real])
         if grad_hidden is None:
@@ -404,13 +450,33 @@ def _sweep(
     return ce, l1, (grad_hidden, grad_latent, grad_w2)
 
 
+def _shared_positions(first: list[int], chunk: int, most: int) -> list[tuple[int, int]]:
+    """Positions ``low .. high`` whose target logits each chunk finds: consecutive chunks share one product.
+
+    Args:
+        first: position of each row, ascending.
+        chunk: rows of a chunk.
+        most: positions that several chunks may share.
+    """
+    spans = [
+        (first[start], first[min(start + chunk, len(first)) - 1] + 1) for start in range(0, len(first), chunk)
+    ]
+    found: list[tuple[int, int]] = []
+    begin = 0
+    for index, (_, high) in enumerate(spans):
+        if high - spans[begin][0] > most:
+            found += [(spans[begin][0], spans[index - 1][1])] * (index - begin)
+            begin = index
+    return found + [(spans[begin][0], spans[-1][1])] * (len(spans) - begin)
+
+
 def _accumulate(total: Tensor, gradient: Tensor, latent: Tensor) -> None:
-    """``total += gradientᵀ @ latent``, the sum in ``total``'s precision, tile by tile of the vocabulary."""
+    """``total += gradientᵀ @ latent``, the sum in ``total``'s precision: one product on a GPU, tiles on a CPU."""
     if total.dtype == gradient.dtype:
         total.addmm_(gradient.T, latent)
-        return
-    for start in range(0, total.shape[0], _VOCABULARY_TILE):
-        tile = gradient[:, start : start + _VOCABULARY_TILE]
-        on_gpu = gradient.device.type == "cuda"
-        product = torch.mm(tile.T, latent, total.dtype) if on_gpu else torch.mm(tile.T, latent)
-        total[start : start + _VOCABULARY_TILE].add_(product)
+    elif gradient.device.type == "cuda":
+        torch.addmm(total, gradient.T, latent, total.dtype, out=total)
+    else:
+        for start in range(0, total.shape[0], _VOCABULARY_TILE):
+            tile = gradient[:, start : start + _VOCABULARY_TILE]
+            total[start : start + _VOCABULARY_TILE].add_(torch.mm(tile.T, latent))

@@ -172,7 +172,7 @@ def make_plan(
     draft: DSparkDraft,
     data: DSparkDataModule,
     facts: DataFacts,
-    budget: int,
+    budget: int | None,
     gpu: str | None,
 ) -> Plan:
     """Put a plan together.
@@ -184,7 +184,7 @@ def make_plan(
         draft: likewise.
         data: batch sizes and anchors.
         facts: about the training sequences.
-        budget: most bytes for one chunk of logits.
+        budget: most bytes for one chunk of logits; None takes the device's default.
         gpu: one of :data:`GPUS`, or None.
 
     Raises:
@@ -204,6 +204,7 @@ def make_plan(
         offload=offload,
         target_sharded=target.sharding == "zero3",
         cached=caches_features(trainer),
+        device="cpu" if on_cpu(target, trainer) else "cuda",
     )
 
     def load(sequences: int) -> Load:
@@ -267,10 +268,14 @@ def target_item(target: TargetConfig, config: Any, trainer: Mapping[str, Any]) -
     """Bytes of an element of the target; ``auto`` on a GPU is bfloat16, whatever this machine has."""
     if target.dtype != "auto":
         return {"bfloat16": 2, "float32": 4}[target.dtype]
-    on_cpu = "cpu" in (trainer["accelerator"], target.device)
-    if not on_cpu:
+    if not on_cpu(target, trainer):
         return 2
     return DTYPES[choose_form(text_config(config), torch.device("cpu")).name.split(",")[0]].itemsize
+
+
+def on_cpu(target: TargetConfig, trainer: Mapping[str, Any]) -> bool:
+    """Whether a recipe asks for the CPU; ``auto`` is planned as GPUs."""
+    return "cpu" in (trainer["accelerator"], target.device)
 
 
 def caches_features(trainer: Mapping[str, Any]) -> bool:

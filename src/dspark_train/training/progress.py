@@ -31,6 +31,8 @@ class TrainingProgress(ProgressBar):
         self._training, self._validation = ExitStack(), ExitStack()
         self._shown: Stage | None = None
         self._checked: Stage | None = None
+        self._budget: TimeBudget | None = None
+        self._text = ""
 
     def disable(self) -> None:
         """Only the first rank shows anything in any case."""
@@ -40,6 +42,8 @@ class TrainingProgress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the steps from here on."""
+        budgets = [one for one in trainer.callbacks if isinstance(one, TimeBudget)]  # type: ignore[attr-defined]
+        self._budget = budgets[0] if budgets else None
         self._shown = self._training.enter_context(
             stage("training", steps_of(trainer, pl_module), "steps", trainer.global_step)
         )
@@ -47,11 +51,13 @@ class TrainingProgress(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Advance; the values are those that were logged last, so nothing waits for the device."""
+        """Advance; values are read once after a logging step, so nothing waits for the device between."""
         if self._shown is not None and trainer.global_step != self._shown.done:
-            budgets = [one for one in trainer.callbacks if isinstance(one, TimeBudget)]  # type: ignore[attr-defined]
-            self._shown.remaining = budgets[0].remaining if budgets else None
-            self._shown.update(trainer.global_step, self.describe(trainer), steps_of(trainer, pl_module))
+            every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+            if every == 1 or trainer.global_step % every == 1:
+                self._text = self.describe(trainer)
+            self._shown.remaining = None if self._budget is None else self._budget.remaining
+            self._shown.update(trainer.global_step, self._text, steps_of(trainer, pl_module))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the batches of a validation."""

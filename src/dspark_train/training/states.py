@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from dspark_train.structures import TargetStates, TokenBatch
 from dspark_train.target.frozen import FrozenTarget
@@ -14,11 +13,10 @@ from dspark_train.target.frozen import FrozenTarget
 class StateSource(Protocol):
     """What the target says about a batch."""
 
-    def states(self, tokens: TokenBatch, device: torch.device) -> TargetStates:
-        """Features ``[B, T, m·d]`` and last hidden states ``[B, T, d]``, on ``device``."""
-
-    def logsumexp(self, tokens: TokenBatch, device: torch.device) -> Tensor | None:
-        """``[B, T]`` fp32 log-sum-exp of the target's logits where a slot can ask for it; None: not known."""
+    def states(
+        self, tokens: TokenBatch, device: torch.device, host: TokenBatch | None = None
+    ) -> TargetStates:
+        """States of a batch on ``device``; ``host`` is the same batch on the CPU, where there is one."""
 
 
 class LiveStates:
@@ -27,9 +25,8 @@ class LiveStates:
     def __init__(self, target: FrozenTarget) -> None:
         self.target = target
 
-    def states(self, tokens: TokenBatch, device: torch.device) -> TargetStates:
+    def states(
+        self, tokens: TokenBatch, device: torch.device, host: TokenBatch | None = None
+    ) -> TargetStates:
         """Of one pass of the target."""
         return self.target.states(tokens.input_ids.to(device))
-
-    def logsumexp(self, tokens: TokenBatch, device: torch.device) -> None:
-        """Not known: the objective computes it."""

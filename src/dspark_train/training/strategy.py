@@ -110,6 +110,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         # the optimiser is the user's own (torch's AdamW), offloaded or not: the same arithmetic everywhere
         self.config["zero_force_ds_cpu_optimizer"] = False
+        # in bf16 too, gradients are summed over micro-batches and ranks in fp32, as without ZeRO
+        self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+        self.config["communication_data_type"] = "fp32"
 
     @property
     def on_cpu(self) -> bool:
@@ -184,7 +187,9 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        whole = master_state(model)
         super()._initialize_deepspeed_train(model)
+        load_master_state(model, whole)  # the engine takes masters from weights that it has rounded
         from dspark_train.training.optimizer import MuonAdamW
 
         inner = getattr(self.optimizers[0], "optimizer", None)

@@ -7,8 +7,8 @@ under another stage, with more or fewer ranks, or without ZeRO. Every function i
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ def state_bytes(parameters: int, stage: int, ranks: int, *, mixed: bool) -> tupl
     Args:
         parameters: that are trained.
         stage: 0 for none (fp32 weights), else ZeRO's: weights in the compute dtype, fp32 masters in the state.
+            Gradients are summed in fp32 either way.
         ranks: that share what the stage shards.
         mixed: bf16 compute.
     """
     sharded = stage > 0 and mixed
     item, state = (2, 12) if sharded else (4, 8)
     weights, gradients, optimiser = (ranks if stage >= least else 1 for least in (3, 2, 1))
-    return parameters * item // weights, parameters * item // gradients, parameters * state // optimiser
+    return parameters * item // weights, parameters * 4 // gradients, parameters * state // optimiser
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -35,10 +36,15 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters())
 
 
-@contextmanager
-def whole_parameters(module: nn.Module) -> Generator[None, None, None]:
+def whole_parameters(module: nn.Module) -> AbstractContextManager[None]:
     """Complete parameters on every rank inside the block, also under ZeRO-3."""
-    partitioned = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    return gathered(module.parameters())
+
+
+@contextmanager
+def gathered(tensors: Iterable[Tensor]) -> Generator[None, None, None]:
+    """Complete tensors on every rank inside the block: those that ZeRO-3 has partitioned are gathered."""
+    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         yield
         return
@@ -128,11 +134,13 @@ def load_optimizer_state(module: nn.Module, zero_optimizer: Any, saved: Mapping[
         return
     example = saved["state"][0]
     moments = [key for key, value in example.items() if isinstance(value, Tensor) and value.dim() > 0]
+    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for flat in flats:
         fresh: dict[str, Any] = {key: torch.zeros_like(flat, dtype=torch.float32) for key in moments}
         for key, value in example.items():
-            if key not in moments:
-                fresh[key] = value.clone() if isinstance(value, Tensor) else value
+            if key not in moments:  # a fused optimiser wants its step count beside the weights
+                count = isinstance(value, Tensor)
+                fresh[key] = value.to(flat.device if on_device else "cpu", copy=True) if count else value
         inner.state[flat] = fresh
     if hasattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state"):
         zero_optimizer._hp_optimizer_states_linked = False
@@ -168,7 +176,11 @@ def _set_whole(parameter: nn.Parameter, value: Tensor, moment: str | None = None
 
 def _flat_masters(zero_optimizer: Any) -> list[Tensor]:
     """This rank's flat fp32 partitions, the keys of the inner optimiser's state."""
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+    for name in (
+        "fp32_partitioned_groups_flat",  # stage 3
+        "single_partition_of_fp32_groups",  # stages 1 and 2
+        "fp32_groups_flat_partition",  # stage 1 in bf16
+    ):
         if hasattr(zero_optimizer, name):
             return list(getattr(zero_optimizer, name))
     raise TypeError(f"{type(zero_optimizer).__name__} is no ZeRO optimiser of stage 1, 2 or 3")
