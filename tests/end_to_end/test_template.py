@@ -12,7 +12,10 @@ import yaml
 from tiny_data import tiny_recipe, tiny_tokenizer, write_rows
 
 from dspark_train.cli.main import main
+from dspark_train.decoding import measure
 from dspark_train.decoding.decoder import Decoder
+from dspark_train.decoding.measure import compare
+from dspark_train.errors import UserError
 from dspark_train.run import Run
 
 pytestmark = pytest.mark.end_to_end
@@ -147,19 +150,34 @@ def test_another_wish_is_named_in_the_result(
 
 
 def test_new_prompts_are_decoded_as_training_rendered_them(
-    run: Path, suites: Path, asked: list[list[int]]
+    run: Path, suites: Path, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = suites / "gsm8k.jsonl"
-    call(
-        "decode", run, "--prompts_file", file, "--policy", "fixed", "--max_new_tokens", 6, "--temperatures", 0
-    )
+    """Greedily and at temperature 1, half of the time each."""
+    given: list[float] = []
+
+    def spy(*arguments: Any) -> Any:
+        given.append(arguments[-1])
+        return compare(*arguments)
+
+    monkeypatch.setattr(measure, "compare", spy)
+    words = ["--policy", "fixed", "--max_new_tokens", 6, "--temperatures", "0,1", "--seconds", 40]
+    call("decode", run, "--prompts_file", suites / "gsm8k.jsonl", *words)
+    assert given == [20.0, 20.0]
     assert {tuple(prompt) for prompt in asked} == {
         (1, 5, 8 + i, 8 + i + 3, 2, 1, 6, *EMPTY) for i in range(5)
     }
-    assert json.loads((run / "decode.json").read_text())["split"] == "gsm8k.jsonl"
+    written = json.loads((run / "decode.json").read_text())
+    assert written["split"] == "gsm8k.jsonl"
+    assert set(written["modes"]) == {"greedy", "t1.0"}
 
 
 def test_a_run_that_records_no_template_asks_its_data(run: Path, tmp_path: Path) -> None:
-    for name in ("config.yaml", "draft"):
-        (tmp_path / name).symlink_to(run / name)
+    (tmp_path / "draft").symlink_to(run / "draft")
+    text = (run / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text)
     assert Run(tmp_path).template == {"enable_thinking": False}
+    (tmp_path / "config.yaml").write_text(text.replace("/tokenized", "/gone"))
+    with pytest.raises(
+        UserError, match=r"does not record which chat-template arguments .* give them with --template"
+    ):
+        Run(tmp_path).template  # noqa: B018

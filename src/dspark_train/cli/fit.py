@@ -318,12 +318,17 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
         say("calibrate is left out: this draft has no confidence head")
-    options = dict(config.run.options)
-    if config.run.trial:
-        options["decode"] = {"split": "validation"} | options.get("decode", {})
-    run_stages(folder, stages, options)
+    run_stages(folder, stages, stage_settings(config.run))
     Run(folder).update(finished=True, chosen=machine.decided())
     tell(folder)
+
+
+def stage_settings(run: Any) -> dict[Stage, dict[str, Any]]:
+    """Options of the stages after training: those of one trial among several leave the test split alone."""
+    options = dict(run.options)
+    if run.trial:
+        options["decode"] = {"split": "validation"} | options.get("decode", {})
+    return options
 
 
 def data_facts(trainer: Trainer) -> dict[str, Any]:
