@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
 
     opened = Run(options.run, "float32")
-    prompts = interleave([*opened.data.prompts("heldout"), *opened.data.prompts("calibration")])
+    prompts = interleave([*opened.data.prompts("test"), *opened.data.prompts("calibration")])
     prompts = prompts[: options.prompts]
     sts = read_sts(opened, "greedy", opened.draft.config.block_size)
     ids = [prompt.ids for prompt in prompts]
@@ -79,7 +79,7 @@ def main() -> None:
     if options.markdown:
         about = environment()
         caption = (
-            f"`python benchmarks/lossless.py {options.run}`: {len(prompts)} held-out and calibration prompts × "
+            f"`python benchmarks/lossless.py {options.run}`: {len(prompts)} test and calibration prompts × "
             f"{options.tokens} tokens, float32; {about['machine']}, torch {about['versions']['torch']}, "
             f"commit {about['commit']}."
         )

@@ -164,13 +164,13 @@ def tiny_cases(work: Path, names: list[str], max_tokens: int) -> Iterator[Case]:
 
 
 def run_case(run: Path, limit: int) -> Case:
-    """The pair of a run, on held-out prompts."""
+    """The pair of a run, on its test prompts."""
     from dspark_train.run import Run
     from dspark_train.target.frozen import resolve_path
 
     opened = Run(run, dtype="float32")
     opened.data.setup()
-    prompts = [list(prompt.ids) for prompt in opened.data.prompts("heldout") if len(prompt.ids) < 128][:limit]
+    prompts = [list(prompt.ids) for prompt in opened.data.prompts("test") if len(prompt.ids) < 128][:limit]
     folder = Path(resolve_path(TargetConfig(**opened.config["target"])))
     return Case(run.name, opened.target, folder, opened.draft, ("native", "speculators"), prompts)
 

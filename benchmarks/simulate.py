@@ -1,6 +1,6 @@
 """Check the load simulation against the real decoder: same prompts, same policies, same machine.
 
-All policies decode held-out prompts of a run side by side, a few rounds of each in turn, and the points of the cost
+All policies decode test prompts of a run side by side, a few rounds of each in turn, and the points of the cost
 table are timed in the same turns: a shared machine's speed drifts within minutes, and both sides are to see the same
 of it. The rounds of the whole-block policy, and the mean costs of the turns in which a policy decoded, then predict
 what that policy did. Prompts' passes are left out on both sides.
@@ -184,7 +184,7 @@ def main(
     """
     opened = Run(run, dtype)
     sts = read_sts(opened, "greedy", opened.draft.config.block_size)
-    every = [prompt.ids for prompt in interleave(opened.data.prompts("heldout"))]
+    every = [prompt.ids for prompt in interleave(opened.data.prompts("test"))]
     rows: list[Row] = []
     for batch_size in batch_sizes:
         chosen = [every[index % len(every)] for index in range(max(prompts, 3 * batch_size))]

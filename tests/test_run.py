@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from example_run import write_run
+from tiny_traces import make_trace
 
 from dspark_train.errors import UserError
 from dspark_train.run import Run, RunConfig, Stages, open_run, read_metrics, sampling_label
@@ -40,6 +42,21 @@ def test_what_a_run_has_not_made_is_empty(tmp_path: Path) -> None:
     assert run.trace_paths == []
     assert run.trained_parameters == run.confidence_shift == 0
     assert not run.finished
+
+
+def test_rounds_of_an_earlier_version_stand_for_the_test_splits(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    held_out, test = (make_trace(5, [1.0, 1.0], seed) for seed in (0, 1))
+    run.trace_path("heldout", "greedy").parent.mkdir()
+    held_out.save(run.trace_path("heldout", "greedy"))
+    found = run.trace("test", "greedy")
+    assert found is not None
+    assert torch.equal(found.confidence_logits, held_out.confidence_logits)
+    assert run.trace("validation", "greedy") is None
+    test.save(run.trace_path("test", "greedy"))
+    found = run.trace("test", "greedy")
+    assert found is not None
+    assert torch.equal(found.confidence_logits, test.confidence_logits)
 
 
 def test_facts_are_merged_and_read_anew(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class TinyData(DSparkDataModule):
             "seed": 3,
         }
         super().__init__(Path("unused"), **(options | kwargs))
-        self._stores = {"train": MemoryStore(count, 1, empty), "heldout": MemoryStore(6, 2)}
+        self._stores = {"train": MemoryStore(count, 1, empty), "validation": MemoryStore(6, 2)}
 
     def setup(self, stage: str | None = None) -> None:
         pass

@@ -37,13 +37,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_conversations(count: int = 24, seed: int = 0, longest: int = 14) -> list[dict[str, Any]]:
-    """Rows with exact ids, answers of uneven length, all three splits."""
+    """Rows with exact ids, answers of uneven length, all four splits."""
     draw = random.Random(seed)
     rows = []
     for index in range(count):
         prompt = [1, 5, *(draw.randrange(8, 88) for _ in range(draw.randint(1, 5))), 2, 1, 6]
         answer = [draw.randrange(8, 88) for _ in range(draw.randint(2, longest))] + [2]
-        split = {0: "calibration", 1: "heldout"}.get(index % 6, "train")
+        split = {0: "calibration", 1: "validation", 6: "calibration", 7: "test"}.get(index % 12, "train")
         rows.append(
             {
                 "id": f"c{index}",

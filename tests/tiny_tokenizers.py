@@ -93,7 +93,7 @@ def chatml() -> Any:
 def conversations_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 conversations of different lengths in three domains, with splits."""
     path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
-    splits = ["train"] * 8 + ["calibration", "heldout"]
+    splits = [*["train"] * 8, "calibration", "validation", *["train"] * 8, "calibration", "test"]
     with path.open("w") as file:
         for index in range(300):
             messages = []
@@ -107,7 +107,7 @@ def conversations_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             row = {
                 "id": f"c{index}",
                 "domain": ("math", "code", "chat")[index % 3],
-                "split": splits[index % 10],
+                "split": splits[index % 20],
             }
             file.write(json.dumps(row | {"messages": messages}) + "\n")
     return path

@@ -60,14 +60,16 @@ class Prompt:
 
     @property
     def split(self) -> str:
-        """train, calibration or heldout."""
+        """train, calibration, validation or test."""
         return split_of(self.id)
 
 
 def split_of(prompt_id: str) -> str:
-    """7.2 % calibration, 7.2 % heldout, the rest train, by the id's last six digits modulo 1000."""
+    """7.2 % calibration, 3.6 % validation, 3.6 % test, the rest train, by the id's last six digits modulo 1000."""
     bucket = int(prompt_id[-6:], 16) % 1000
-    return "calibration" if bucket < 72 else "heldout" if bucket < 144 else "train"
+    if bucket < 72:
+        return "calibration"
+    return "validation" if bucket < 108 else "test" if bucket < 144 else "train"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dspark_train.lists import Listed
 
 if TYPE_CHECKING:
     from dspark_train.data.module import DSparkDataModule
+    from dspark_train.data.tokenize import ConversationEncoder
     from dspark_train.draft.model import DSparkDraft
     from dspark_train.structures import DecodingTrace
     from dspark_train.target.frozen import FrozenTarget
@@ -57,6 +58,9 @@ class RunConfig:
     """Optimiser steps between checkpoints; 0 saves at the end only."""
     after: Stages = Stages(("calibrate", "decode", "report"))
     """Stages that run by themselves once training has ended and the draft is exported, with commas between."""
+    trial: bool = False
+    """One of several runs to choose from (``ablate`` sets it): ``decode`` reads the validation split, so that the test
+    split has chosen nothing."""
     options: dict[Stage, dict[str, Any]] = field(default_factory=dict)
     """Arguments of those stages, by stage, named as on their own command lines."""
 
@@ -334,6 +338,31 @@ class Run:
         data.tokenizer = self.target.tokenizer
         return data
 
+    @cached_property
+    def template(self) -> dict[str, Any]:
+        """Chat-template arguments that the run's conversations were rendered with, as its record says, else its data.
+
+        Raises:
+            UserError: the record does not say, and the data are not there.
+        """
+        recorded = self.facts.get("data", {}).get("template")
+        if isinstance(recorded, dict):
+            return recorded
+        try:
+            return self.data.template
+        except UserError as error:
+            raise UserError(
+                f"run {self.path} does not record which chat-template arguments it was trained with, and its data do "
+                f"not say ({error}); give them with --template '{{}}' where there are none"
+            ) from error
+
+    @cached_property
+    def encoder(self) -> ConversationEncoder:
+        """Renders new prompts as the run's conversations were."""
+        from dspark_train.data.tokenize import ConversationEncoder
+
+        return ConversationEncoder(self.target.tokenizer, max_length=2**31, arguments=self.template)
+
     @property
     def draft_path(self) -> Path:
         """Folder of the exported draft."""
@@ -389,11 +418,19 @@ class Run:
         """
         return self.path / "traces" / f"{split}_{label}.safetensors"
 
+    def recorded_path(self, split: str, label: str) -> Path:
+        """File that recorded rounds are read from: as :meth:`trace_path`, and where a run of an earlier version has
+        no rounds of the test split, its held-out ones stand for them.
+        """
+        path = self.trace_path(split, label)
+        former = self.trace_path("heldout", label)
+        return former if split == "test" and not path.is_file() and former.is_file() else path
+
     def trace(self, split: str, label: str) -> DecodingTrace | None:
         """Recorded rounds; None where there are none. Arguments as of :meth:`trace_path`."""
         from dspark_train.structures import DecodingTrace
 
-        path = self.trace_path(split, label)
+        path = self.recorded_path(split, label)
         return DecodingTrace.load(path) if path.is_file() else None
 
     @property

@@ -147,6 +147,16 @@ def test_too_little_memory_or_disk_is_said_before_anything_is_loaded(
         fit.check_resources(config)
 
 
+def test_a_trial_chooses_by_validation() -> None:
+    decode = {"temperatures": [0.0]}
+    run = RunConfig(options={"decode": decode})
+    assert fit.stage_settings(run) == {"decode": decode}
+    run.trial = True
+    assert fit.stage_settings(run) == {"decode": {"split": "validation", **decode}}
+    run.options["decode"] = {"split": "train"}
+    assert fit.stage_settings(run) == {"decode": {"split": "train"}}
+
+
 @pytest.mark.parametrize("given", ["decode,report", "[decode, report]"])
 def test_stages_after_training_are_a_list_in_either_form(tmp_path: Path, given: str) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))

@@ -215,3 +215,22 @@ def test_options_of_a_stage_are_checked_before_anything_runs() -> None:
         stage_options(decode, "decode", "run", {"prompts": "many"})
     with pytest.raises(UserError, match=r"must end in \.html"):
         stage_options(report, "report", "run", {"output": "page.pdf"})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "gsm8k", "--prompts", "2"],
+        ["run", "--prompts", "2", "--suites", "gsm8k"],
+        ["--run", "run", "gsm8k", "--prompts", "2"],
+        ["--suites=gsm8k", "--prompts", "2", "--run=run"],
+    ],
+)
+def test_what_is_required_may_be_named(words: list[str]) -> None:
+    given: list[EvaluateOptions] = []
+
+    def command(options: EvaluateOptions) -> None:
+        given.append(options)
+
+    run_command(command, words, "evaluate")
+    assert (str(given[0].run), list(given[0].suites), given[0].limit) == ("run", ["gsm8k"], 2)

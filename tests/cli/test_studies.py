@@ -48,7 +48,7 @@ def run(tmp_path):
     (folder / "config.yaml").write_text("data:\n  path: somewhere/conversations.jsonl\n")
     for seed, (split, label, sampling) in enumerate(
         (split, label, sampling)
-        for split in ("calibration", "heldout")
+        for split in ("calibration", "test")
         for label, sampling in (("greedy", 0.0), ("t1.0", 1.0))
     ):
         trace(seed, sampling=sampling).save(folder / "traces" / f"{split}_{label}.safetensors")
@@ -99,7 +99,7 @@ def test_calibrate_moves_the_bias_of_draft_and_rounds_together(run):
         "fc.weight": torch.ones(2, 3),
     }
     save_file(tensors, weights)
-    recorded = run / "traces" / "heldout_t1.0.safetensors"
+    recorded = run / "traces" / "test_t1.0.safetensors"
     before = DecodingTrace.load(recorded)
     moved = dataclasses.replace(before, confidence_logits=before.confidence_logits + 1.5)
     for path in (run / "traces").glob("*.safetensors"):
@@ -195,14 +195,14 @@ def test_bad_options(run, call, message):
 def test_recorded_rounds_are_reused_and_missing_ones_are_decoded(run, capsys):
     """The run holds no draft: decoding it is refused, so what is returned was not decoded."""
     opened, greedy = Run(run), SamplingRule()
-    assert len(recorded_rounds(opened, "heldout", greedy, Recording()).request) == 1200
-    assert "heldout: 1200 rounds of" in capsys.readouterr().out
-    opened.trace_path("heldout", "greedy").unlink()
+    assert len(recorded_rounds(opened, "test", greedy, Recording()).request) == 1200
+    assert "test: 1200 rounds of" in capsys.readouterr().out
+    opened.trace_path("test", "greedy").unlink()
     (run / "config.yaml").write_text(
         "{data: {path: x}, draft: {block_size: 3}, objective: {decay: 1}, seed_everything: 0}"
     )
     with pytest.raises(UserError, match="no exported draft"):
-        recorded_rounds(Run(run), "heldout", greedy, Recording())
+        recorded_rounds(Run(run), "test", greedy, Recording())
     with pytest.raises(UserError, match="no exported draft"):
         recorded_rounds(Run(run), "calibration", greedy, Recording(refresh=True))
 
@@ -212,7 +212,7 @@ def test_rounds_and_scalings_of_one_sampling_are_never_taken_for_another(run, ca
     calibrate(CalibrateOptions(run))
     cut = SamplingRule(1.0, top_k=20)
     recorded = trace(9, sampling=1.0)
-    for split in ("calibration", "heldout"):
+    for split in ("calibration", "test"):
         recorded.save(run / "traces" / f"{split}_t1.0_k20.safetensors")
     capsys.readouterr()
     studies(StudiesOptions(run, temperature=1.0, top_k=20))

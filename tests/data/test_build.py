@@ -14,7 +14,7 @@ import pytest
 
 from dspark_train.data import build
 from dspark_train.data.build import BuildOptions, build_set
-from dspark_train.data.conversations import Conversation, SplitShares
+from dspark_train.data.conversations import SPLITS, Conversation, SplitShares, half_of
 from dspark_train.data.dataset import PreparedSet
 from dspark_train.data.tokenize import ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
@@ -228,7 +228,57 @@ def test_examples_of_one_conversation_share_its_split(
             places.setdefault(name, []).append(split)
     assert sorted(map(len, places.values())) == sorted(len(row["messages"]) // 2 for row in rows)
     assert all(len(set(splits)) == 1 for splits in places.values())
-    assert {splits[0] for splits in places.values() if len(splits) > 1} == {"train", "calibration", "heldout"}
+    assert {splits[0] for splits in places.values() if len(splits) > 1} == set(SPLITS)
+
+
+def test_a_set_of_an_earlier_version_has_its_held_out_split_halved(
+    conversations_file: Path, tmp_path: Path, chatml: Any
+) -> None:
+    """By the id, so that the file that it was made from, read today, is divided alike."""
+    rows = [json.loads(line) for line in conversations_file.read_text().splitlines()]
+    for row in rows:
+        row["split"] = {"validation": "heldout", "test": "heldout"}.get(row["split"], row["split"])
+    source = tmp_path / "former.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    today = build_set(source, tmp_path / "today", chatml, BuildOptions(max_length=200))
+    folder = tmp_path / "former"
+    build_set(source, folder, chatml, BuildOptions(max_length=200))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("templates", "answers"):
+        del manifest[name]
+    counts = [manifest["splits"].pop(split) for split in ("validation", "test")]
+    manifest["splits"]["heldout"] = {key: sum(each[key] for each in counts) for key in counts[0]}
+    manifest["files"]["heldout"] = [manifest["files"].pop(split)[0] for split in ("validation", "test")]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    former = PreparedSet(folder)
+    assert former.splits == today.splits
+    assert set(former.splits) == set(SPLITS)
+    for split in SPLITS:
+        one, other = former.split(split), today.split(split)
+        assert one.lengths.tolist() == other.lengths.tolist()
+        assert one.column("conversation").tolist() == other.column("conversation").tolist()
+        assert [one.loss_mask(i).tolist() for i in range(len(one))] == [
+            other[i].loss_mask.tolist() for i in range(len(other))
+        ]
+    assert all(half_of(key) == "test" for key in former.split("test").column("conversation"))
+    assert former.template == {}
+
+
+def test_a_set_knows_what_its_conversations_were_rendered_with(
+    conversations_file: Path, tmp_path: Path, chatml: Any
+) -> None:
+    """A row's own arguments go over those for all; the most common ones are the set's."""
+    rows = [json.loads(line) for line in conversations_file.read_text().splitlines()[:10]]
+    for row in rows[:4]:
+        row["template"] = {"enable_thinking": True}
+    source = tmp_path / "mixed.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source.with_suffix(".json").write_text('{"sampling": {"temperature": 0.7}}')
+    options = BuildOptions(max_length=200, template={"enable_thinking": False})
+    prepared = build_set(source, tmp_path / "set", chatml, options)
+    assert prepared.templates == [({"enable_thinking": False}, 0.6), ({"enable_thinking": True}, 0.4)]
+    assert prepared.template == {"enable_thinking": False}
+    assert prepared.manifest.answers == {"temperature": 0.7}
 
 
 def test_damaged_sets_are_refused(conversations_file: Path, tmp_path: Path, chatml: Any) -> None:

@@ -116,7 +116,7 @@ def test_workers_give_the_same_batches(make: Any) -> None:
 def test_validation_is_the_same_every_time(make: Any) -> None:
     module = make()
     first, second = (list(module.val_dataloader()) for _ in range(2))
-    assert len(first) == 8
+    assert len(first) == 4
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one.blocks.anchor, two.blocks.anchor)
         assert one.global_weight == pytest.approx(weight_of(one), rel=1e-12)
@@ -137,8 +137,8 @@ def test_padding_is_on_the_right_and_unsupervised(make: Any) -> None:
 
 
 def test_prompts_end_where_the_answer_begins(make: Any, chatml: Any) -> None:
-    prompts = make().prompts("heldout")
-    assert len(prompts) == 30
+    prompts = make().prompts("validation")
+    assert len(prompts) == 15
     assert {prompt.domain for prompt in prompts} == {"math", "code", "chat"}
     for prompt in prompts:
         text = chatml.decode(prompt.ids)
@@ -217,7 +217,7 @@ def test_clear_errors(make: Any, tmp_path: Path, build_tokenizer: Any, conversat
         make(silent).setup()
     one = tmp_path / "one.jsonl"
     one.write_text(conversations_file.read_text().splitlines()[0] + "\n")
-    with pytest.raises(UserError, match=r"split 'heldout' .* is empty"):
+    with pytest.raises(UserError, match=r"split 'validation' .* is empty"):
         make(one).val_dataloader()
     with pytest.raises(UserError, match="not a finished prepared set"):
         make(tmp_path).setup()
@@ -235,3 +235,23 @@ def test_a_prepared_set_is_opened_and_checked(
         make(tmp_path / "set", tokenizer=build_tokenizer("{{ messages }}")).setup()
     with pytest.raises(UserError, match=r"data\.max_length is 50"):
         make(tmp_path / "set", max_length=50).setup()
+
+
+def test_what_selects_reads_validation_also_in_earlier_configurations(make: Any) -> None:
+    module = make()
+    assert make(val_split="heldout").val_split == module.val_split == "validation"
+    names = [set(module.store(split).column("conversation")) for split in ("train", "validation", "test")]
+    assert all(not one & other for one in names for other in names if one is not other)
+
+
+def test_template_arguments_belong_to_the_set(
+    make: Any, tmp_path: Path, conversations_file: Path, chatml: Any
+) -> None:
+    thinking = {"enable_thinking": True}
+    build_set(
+        conversations_file, tmp_path / "set", chatml, BuildOptions(96, template={"enable_thinking": False})
+    )
+    assert make(tmp_path / "set").template == {"enable_thinking": False}
+    assert make(template=thinking).template == thinking
+    with pytest.raises(UserError, match=r"data\.template is .*True.* were rendered with .*False"):
+        make(tmp_path / "set", template=thinking).setup()

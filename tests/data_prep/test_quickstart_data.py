@@ -56,9 +56,9 @@ def test_splits_follow_from_the_ids_and_have_the_promised_sizes(
     assert len({r["messages"][0]["content"] for r in rows}) == len(rows)
     assert all(r["split"] == generator.split_of(r["id"]) for r in rows)
     sizes = Counter(r["split"] for r in rows)
-    assert set(sizes) == {"train", "calibration", "heldout"}
+    assert set(sizes) == {"train", "calibration", "validation", "test"}
     assert 150 <= sizes["calibration"] <= 350
-    assert 150 <= sizes["heldout"] <= 350
+    assert 100 <= min(sizes["validation"], sizes["test"]) <= max(sizes["validation"], sizes["test"]) <= 200
     for split in sizes:
         assert {r["domain"] for r in rows if r["split"] == split} == {"math", "code", "chat", "instruction"}
 

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_draft, tiny_target
+from tiny_traces import make_trace
 
+from dspark_train.calibration.metrics import expected_calibration_error
+from dspark_train.calibration.reliability import measure_reliability
+from dspark_train.calibration.sts import survival
 from dspark_train.data.conversations import Prompt
-from dspark_train.decoding.callback import DecodeValidation, snapshot
+from dspark_train.decoding.callback import DecodeValidation, metrics, snapshot
 from dspark_train.decoding.cost import CURVES
 from dspark_train.decoding.decoder import GenerationResult, generate
 from dspark_train.decoding.measure import (
@@ -188,7 +192,7 @@ class Module:
 
 def test_callback_logs_and_leaves_the_draft_alone() -> None:
     module = Module()
-    data = SimpleNamespace(prompts=lambda split: PROMPTS if split == "heldout" else [])
+    data = SimpleNamespace(prompts=lambda split: PROMPTS if split == "validation" else [])
     trainer: Any = SimpleNamespace(sanity_checking=False, datamodule=data, global_rank=0, world_size=1)
     before = {name: value.clone() for name, value in module.draft.state_dict().items()}
     callback = DecodeValidation(prompts=2, max_new_tokens=8, every=2)
@@ -222,3 +226,15 @@ def test_a_snapshot_drafts_like_its_source_and_follows_it() -> None:
     assert snapshot(draft, target, copy) is copy
     assert torch.equal(copy.fc.weight, draft.fc.weight)
     assert not any(parameter.requires_grad for parameter in copy.parameters())
+
+
+def test_the_callback_counts_the_slots_that_calibration_counts() -> None:
+    """Where a policy cuts blocks, slots behind a cut are known only where they were rejected: those are left out."""
+    trace = make_trace(400, [1.0, 1.0, 1.0], 3, shift=0.7)
+    lengths = torch.arange(400) % 4
+    cut = replace(trace, verify_length=lengths, accepted=trace.accepted.minimum(lengths))
+    assert metrics(cut)["ece"] == pytest.approx(measure_reliability(cut).mean_ece, abs=1e-12)
+    whole = expected_calibration_error(
+        survival(cut.confidence_logits.double()), cut.prefix_accepted, cut.observed
+    )
+    assert abs(metrics(cut)["ece"] - float(whole.nanmean())) > 0.01

@@ -343,3 +343,11 @@ def test_online_policies_as_the_command_line_writes_them() -> None:
     for wrong in ("online", "online:2", "online:x", "+online", "threshold:0.5+offline"):
         with pytest.raises(UserError):
             parse_policy(wrong, table)
+
+
+def test_what_cannot_survive_is_never_admitted() -> None:
+    """However fast more rows are: a table may rise where a kernel likes them."""
+    survival = torch.tensor([[0.9, 0.5, 0.0], [0.8, 0.0, 0.0]])
+    faster = torch.linspace(1.0, 9.0, 10)
+    assert int(capacity(survival, faster)) == 3
+    assert causal_lengths(survival, faster).tolist() == [2, 1]

@@ -95,6 +95,7 @@ def test_arguments_of_fit_carry_every_setting(grid: Ablation) -> None:
         "--draft.num_layers=3",
         "--draft.head=none",
         "--draft.markov_rank=0",
+        "--run.trial=true",
         f"--run.folder={grid.folder / 'layers-3_head-none'}",
     ]
 

@@ -136,7 +136,14 @@ def test_what_the_context_cannot_hold_is_left_out_and_named(folders: dict[str, P
     most = " ".join(f"w{i % 40}" for i in range(215))
     rows = [{"turns": ["w1 w2"]}, {"turns": [many]}, {"turns": [most, "w3 w4 w5 w6", most]}]
     write_rows(suites / "long.jsonl", rows)
-    chosen = {"suites": ["long"], "suites_dir": suites, "drafts": (), "temperatures": [0.0], "prompts": None}
+    chosen = {
+        "suites": ["long"],
+        "suites_dir": suites,
+        "drafts": (),
+        "temperatures": [0.0],
+        "turns": 3,
+        "prompts": "all",
+    }
     table = evaluate_run(options(folders, name="long", **chosen))
     assert table.settings["too_long"] == {"long": [1]}
     assert table.results[0].suites["long"].prompts == 2
@@ -164,7 +171,7 @@ def test_other_settings_need_another_name_or_a_restart(folders: dict[str, Path])
     [
         ({"baselines": ["plane"]}, "'plane' is none of"),
         ({"suites": []}, "name at least one"),
-        ({"temperatures": [-1.0]}, "must be at least one number"),
+        ({"temperatures": [-1.0]}, "must be numbers"),
         ({"confidence": 95}, "between 0 and 1"),
         ({"max_new_tokens": 1}, "at least 2"),
         ({"name": "a/b"}, "plain file name"),

@@ -94,9 +94,24 @@ def test_rows_of_the_hub_become_prompts() -> None:
     assert turns["gsm8k"][0].startswith("How many?\n")
     assert "\\boxed{}" in turns["gsm8k"][0]
     assert "```python\ndef f():" in turns["humaneval"][0]
-    assert turns["alpaca"] == ["Translate.\n\nHaus"]
+    assert turns["alpaca"] == ["Translate.\n\nInput:\nHaus"]
     assert list(HUB["alpaca"].turns({"instruction": "Sing.", "input": ""})) == ["Sing."]
-    assert "assert g() == 1" in turns["mbpp"][0]
+    assert turns["mbpp"] == ["Write g."]
+    assert turns["livecodebench"][0].endswith(
+        "the program\n\n### Question:\nSort.\n\n### Format: Use the following code structure:\n```python\nclass S:\n"
+        "```\n\n### Answer: (use the provided format with backticks)"
+    )
+    free = HUB["livecodebench"].turns({"question_content": "Sort.", "starter_code": ""})[0]
+    assert "### Format: Write your code in the following format:\n```python\n# YOUR CODE HERE\n```" in free
+
+
+def test_the_first_turn_is_taken_unless_more_are_wanted(tmp_path: Path) -> None:
+    write(tmp_path / "mt-bench.jsonl", [{"turns": ["one", "two", "three"]}, {"turns": ["four"]}])
+    turns = [
+        [prompt.turns for prompt in load_suite("mt-bench", folder=tmp_path, turns=count).prompts]
+        for count in (1, 2)
+    ]
+    assert turns == [[("one",), ("four",)], [("one", "two"), ("four",)]]
 
 
 def test_without_a_network_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.errors import UserError
+from dspark_train.evaluation import paper
 from dspark_train.evaluation.context import context_edges
 from dspark_train.evaluation.records import Record, RecordFile, count_trace
 from dspark_train.evaluation.summary import Bootstrap, EvaluationResult, summarise
@@ -256,3 +257,71 @@ def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"something": "else"}) + "\n")
     with pytest.raises(UserError, match="no evaluation records"):
         RecordFile(path, {"seed": 0})
+
+
+def test_a_domain_is_the_mean_of_its_suites() -> None:
+    """However many prompts each has."""
+    records = [record("plain", i) for i in range(4)] + [record("draft", i, committed=20) for i in range(4)]
+    other = [record(m, 0, suite="math500", committed=40) for m in ("plain", "draft")]
+    records += [dataclasses.replace(one, domain="math") for one in other]
+    math = summarise(records, METHODS[:2], {}, BOOT).results[0].domains["math"]
+    assert math.prompts == 5
+    assert math.methods["draft"].tau.value == pytest.approx((2.0 + 4.0) / 2)
+
+
+def test_the_papers_numbers_have_the_papers_gains() -> None:
+    """Its macro means: +30.9, +26.7 and +30.0 % over Eagle3, +16.3, +18.4 and +18.3 % over DFlash."""
+    for other, gains in (("Eagle3", (30.9, 26.7, 30.0)), ("DFlash", (16.3, 18.4, 18.3))):
+        for target, gain in zip(("Qwen3-4B", "Qwen3-8B", "Qwen3-14B"), gains, strict=True):
+            rows = paper.ACCEPTED_LENGTH[target]
+            assert 100 * (sum(rows["DSpark"]) / sum(rows[other]) - 1) == pytest.approx(gain, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("Qwen/Qwen3-4B", "Qwen3-4B"),
+        ("models/qwen3-14b", "Qwen3-14B"),
+        ("google/gemma4-12b-it", "Gemma4-12B"),
+        ("smollm2-135m-instruct", None),
+        ("Qwen3-0.6B", None),
+    ],
+)
+def test_targets_of_the_paper_are_known_by_name(name: str, row: str | None) -> None:
+    assert paper.row_of(name) == row
+
+
+def test_every_deviation_is_named_and_none_without_one() -> None:
+    settings: dict[str, object] = {
+        "protocol": "paper",
+        "target": "Qwen3-4B",
+        "temperatures": [1.0],
+        "template": '{"enable_thinking": false}',
+        "trained_with": '{"enable_thinking": false}',
+        "template_share": 1.0,
+        "sizes": {"gsm8k": {"prompts": 1319, "whole": 1319}},
+        "too_long": {},
+        "max_new_tokens": 2048,
+        "top_k": 0,
+        "top_p": 1.0,
+        "policy": "fixed",
+        "turns": 1,
+        "block_sizes": {"run": 7},
+    }
+    assert paper.deviations(settings) == paper.deviations({}) == []
+    changes: list[tuple[dict[str, object], str]] = [
+        ({"template": "{}", "trained_with": "{}"}, "thinking is not switched off"),
+        ({"trained_with": "{}"}, "prompts rendered with"),
+        ({"template_share": 0.9}, "as 90% of training's"),
+        ({"sizes": {"gsm8k": {"prompts": 20, "whole": 1319}}}, "20 of gsm8k's 1,319 prompts"),
+        ({"sizes": {"mine": {"prompts": 2, "whole": 2}}}, "mine is no suite of the paper"),
+        ({"max_new_tokens": 256}, "256 new tokens at most, not 2,048"),
+        ({"temperatures": [0.0]}, "nothing is sampled at temperature 1"),
+        ({"top_k": 20}, "top-k 20"),
+        ({"policy": "scheduled"}, "policy scheduled"),
+        ({"turns": 2}, "up to 2 turns"),
+        ({"block_sizes": {"run": 5}}, "run drafts 5 tokens, not 7"),
+    ]
+    for change, named in changes:
+        [found] = paper.deviations(settings | change)
+        assert named in found

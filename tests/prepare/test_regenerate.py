@@ -487,6 +487,53 @@ def test_sampling_is_the_targets_own_unless_set(
         regenerate(collected, folder(tmp_path, "c"), options(server, api_key_variable="NO_SUCH_KEY"))
 
 
+def test_a_mode_switched_without_its_sampling_is_warned_of(
+    serve: Any, collected: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The generation config holds the values of one mode; greedy answers need none."""
+    server = serve()
+    own = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (
+            {"thinking": False},
+            {},
+            "warning: thinking is switched off, and temperature, top_p, top_k are left",
+        ),
+        (
+            {"temperature": 0.6},
+            {"enable_thinking": True},
+            "thinking is switched on, and top_p, top_k are left",
+        ),
+        ({"thinking": False, **own}, {}, ""),
+        ({"thinking": False, "temperature": 0.0}, {}, ""),
+        ({}, {}, ""),
+    ]
+    for number, (chosen, template, said) in enumerate(cases):
+        place = folder(tmp_path, str(number))
+        regenerate(collected, place, options(server, **chosen), template=template)
+        assert said in (found := "".join(capsys.readouterr())), found
+        assert ("warning" in found) == bool(said)
+    kept = [json.loads((tmp_path / name / "regenerated.json").read_text())["sampling"] for name in "02"]
+    assert kept == [dict.fromkeys(own, "the target's generation config"), own]
+
+
+def test_the_target_answers_with_the_template_that_the_set_is_made_with(
+    serve: Any, collected: Path, tmp_path: Path
+) -> None:
+    server = serve()
+    arguments = {"reasoning_effort": "low"}
+    rows = rows_of(regenerate(collected, tmp_path, options(server), template=arguments))
+    assert all(body["chat_template_kwargs"] == arguments for body in server.bodies)
+    assert all(row["template"] == arguments for row in rows)
+    # what says no more than `thinking` does leaves earlier answers valid; anything else asks again
+    conversation = conversation_from_row({"id": "c", "messages": [{"role": "user", "content": "a"}]}, "w")
+    off = Regenerate(thinking=False)
+    assert request_key(conversation, off, "t", {"enable_thinking": False}) == request_key(
+        conversation, off, "t"
+    )
+    assert request_key(conversation, off, "t", arguments) != request_key(conversation, off, "t")
+
+
 def test_only_one_writer(serve: Any, collected: Path, tmp_path: Path) -> None:
     first = AnswerFile(tmp_path / "regenerated.partial.jsonl")
     with pytest.raises(UserError, match="another process is regenerating"):

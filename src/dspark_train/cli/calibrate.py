@@ -50,7 +50,7 @@ class CalibrateOptions:
 def calibrate(options: CalibrateOptions) -> None:
     """Fit the confidence head's bias and one scaling per draft position, so that confidences mean what they say.
 
-    Decodes prompts of the calibration split (to fit) and of the held-out split (to judge), or reuses the rounds
+    Decodes prompts of the calibration split (to fit) and of the test split (to judge), or reuses the rounds
     that the run already holds. The bias goes into the run's draft; drafts exported before keep theirs, so export
     again. Writes calibration.json for the first way of sampling, calibration_LABEL.json for each,
     calibration_report.json, and reliability diagrams.
@@ -80,7 +80,7 @@ def calibrate(options: CalibrateOptions) -> None:
     for rule in rules:
         fit, heldout = (
             shifted(recorded_rounds(run, split, rule, recording), -before)
-            for split in ("calibration", "heldout")
+            for split in ("calibration", "test")
         )
         if options.shift and not results:
             moved = storable_shift(run, choose_shift(fit))
@@ -91,7 +91,7 @@ def calibrate(options: CalibrateOptions) -> None:
             calibration.save(run.sts_path())
         study = ReliabilityStudy.of(
             result.heldout,
-            split="heldout",
+            split="test",
             sampling_temperature=rule.temperature,
             temperatures=list(result.sts),
         )

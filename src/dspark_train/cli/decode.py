@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from dspark_train.data.conversations import Prompt, Split
 from dspark_train.errors import UserError
 from dspark_train.lists import Numbers
+
+if TYPE_CHECKING:
+    from dspark_train.run import Run
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,13 @@ class DecodeOptions:
     """Tokens kept by sampling; 0 keeps all."""
     top_p: float = 1.0
     """Nucleus kept by sampling; 1 keeps all."""
-    seconds: float = 120.0
-    """Time for each sampling temperature; prompts of all domains take turns until it is over."""
-    split: Literal["heldout", "calibration", "train"] = "heldout"
-    """Whose prompts."""
+    seconds: float = 240.0
+    """Time for all sampling temperatures together, equal parts; prompts of all domains take turns until it is over."""
+    split: Split = "test"
+    """Whose prompts. What is chosen by them (trials) reads validation."""
+    prompts_file: Path | None = None
+    """JSONL file with ``turns``, ``prompt`` or ``messages`` a line, decoded instead of the run's own prompts (first
+    turns), and rendered with the chat-template arguments that the run was trained with."""
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Of target and draft. Left out: the run's, which is bfloat16 where the hardware computes in it."""
     costs: Path | None = None
@@ -81,9 +88,12 @@ def decode(options: DecodeOptions) -> None:
 
     rules = [SamplingRule(temperature, options.top_k, options.top_p) for temperature in options.temperatures]
     run = Run(options.run, options.dtype)
-    chosen = interleave(run.data.prompts(options.split))[: options.prompts]
+    if options.prompts_file is None:
+        chosen = interleave(run.data.prompts(options.split))[: options.prompts]
+    else:
+        chosen = interleave(new_prompts(run, options.prompts_file))[: options.prompts]
     if not chosen:
-        raise UserError(f"run {run.path}: its data have no {options.split} prompts; name another split")
+        raise UserError(f"decode: there are no prompts in {options.prompts_file or options.split}")
     policy, named = measured_policy(run.target, run.draft, options.policy, options.costs, options.batch_size)
     modes: dict[str, ModeResult] = {}
     answers: list[ExampleResult] = []
@@ -101,7 +111,7 @@ def decode(options: DecodeOptions) -> None:
             graphs=options.graphs,
             compile=options.compile,
         )
-        found = compare(run.target, run.draft, chosen, rule, settings, options.seconds)
+        found = compare(run.target, run.draft, chosen, rule, settings, options.seconds / len(rules))
         trace_path = run.trace_path("decode", rule.label)
         trace_path.parent.mkdir(exist_ok=True)
         found.trace.save(trace_path)
@@ -115,7 +125,7 @@ def decode(options: DecodeOptions) -> None:
         policy=named,
         batch_size=options.batch_size,
         max_new_tokens=options.max_new_tokens,
-        split=options.split,
+        split=options.split if options.prompts_file is None else options.prompts_file.name,
         dtype=str(run.target.dtype).removeprefix("torch."),
         seed=options.seed,
         graphs=options.graphs,
@@ -126,3 +136,18 @@ def decode(options: DecodeOptions) -> None:
     )
     write_result(run.decode_path, result)
     print(f"wrote {run.decode_path}")
+
+
+def new_prompts(run: Run, path: Path) -> list[Prompt]:
+    """The first turns of a file's prompts, as the run's target reads them."""
+    from dspark_train.evaluation.suites import read_suite
+
+    encoder = run.encoder
+    return [
+        Prompt(
+            f"{path.name}:{prompt.index}",
+            prompt.domain,
+            tuple(encoder.prompt_ids([{"role": "user", "content": prompt.turns[0]}])),
+        )
+        for prompt in read_suite(path)
+    ]

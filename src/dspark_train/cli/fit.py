@@ -31,6 +31,7 @@ from dspark_train.cli.decode import decode
 from dspark_train.cli.parsing import STRICT, explain, stage_options
 from dspark_train.cli.report import report
 from dspark_train.cli.tracking import record_recipe, record_results, same_record
+from dspark_train.data.dataset import PreparedSet
 from dspark_train.data.module import DSparkDataModule
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
@@ -335,20 +336,36 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
         say("calibrate is left out: this draft has no confidence head")
-    run_stages(folder, stages, config.run.options)
+    run_stages(folder, stages, stage_settings(config.run))
     Run(folder).update(finished=True, chosen=machine.decided())
     tell(folder)
 
 
+def stage_settings(run: Any) -> dict[Stage, dict[str, Any]]:
+    """Options of the stages after training: those of one trial among several leave the test split alone."""
+    options = dict(run.options)
+    if run.trial:
+        options["decode"] = {"split": "validation"} | options.get("decode", {})
+    return options
+
+
 def data_facts(trainer: Trainer) -> dict[str, Any]:
-    """What the run was trained on, for ``run.json`` and the model card: file, fingerprint, counts of each split."""
+    """What the run was trained on, for ``run.json`` and the model card: file, fingerprint, chat-template arguments,
+    how answers were drawn (where the set says so), counts of each split.
+    """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    manifest = data.prepared.manifest
-    return {
+    prepared: PreparedSet = data.prepared
+    facts: dict[str, Any] = {
         "file": Path(data.path).name,
-        "fingerprint": manifest.fingerprint,
-        "splits": {name: asdict(counts) for name, counts in manifest.splits.items()},
+        "fingerprint": prepared.manifest.fingerprint,
+        "template": prepared.template,
+        "splits": {name: asdict(counts) for name, counts in prepared.splits.items()},
     }
+    if prepared.manifest.answers:
+        facts["answers"] = prepared.manifest.answers
+    if len(prepared.templates) > 1:
+        facts["template_share"] = round(prepared.templates[0][1], 4)
+    return facts
 
 
 def release(trainer: Trainer, module: DSparkModule) -> None:

@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "validate": Command(
         "dspark_train.cli.fit:main",
-        "the training metrics on held-out conversations",
+        "the training metrics on validation conversations",
         "Training",
         own_parser=True,
     ),

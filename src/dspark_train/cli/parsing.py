@@ -6,7 +6,8 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from itertools import takewhile
 from typing import Any, get_type_hints
 
 import jsonargparse
@@ -88,10 +89,27 @@ def run_command(function: Callable[..., None], arguments: Sequence[str], name: s
     """
     parser = command_parser(function, name)
     try:
-        parsed = parser.parse_args(list(arguments))
+        parsed = parser.parse_args(_in_place(arguments, options_of(function)))
     except argparse.ArgumentError as error:
         raise explain(error, parser) from error
     function(_made(function, parser, parsed))
+
+
+def _in_place(arguments: Sequence[str], options: type) -> list[str]:
+    """Arguments without the names of positional ones, which may be written as flags too: ``--suites gsm8k``."""
+    required = [f.name for f in fields(options) if f.default is MISSING and f.default_factory is MISSING]
+    flags = {f"--{name}": name for name in required}
+    named: dict[str, str] = {}
+    rest, words = [], iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            named[flags[flag]] = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    front = list(takewhile(named.__contains__, required))
+    back = [name for name in required[len(front) :] if name in named]
+    return [*(named[name] for name in front), *rest, *(named[name] for name in back)]
 
 
 def stage_options(function: Callable[..., None], name: str, run: str, given: Mapping[str, Any]) -> Any:

@@ -194,7 +194,7 @@ def data_facts(data: DSparkDataModule, options: PlanOptions, notes: list[str]) -
     """
     counts = SplitCounts()
     if data.prepared is not None:
-        counts = data.prepared.manifest.splits.get(data.train_split, counts)
+        counts = data.prepared.splits.get(data.train_split, counts)
     if counts.examples:
         length, share = counts.tokens / counts.examples, counts.supervised / max(1, counts.tokens)
     else:

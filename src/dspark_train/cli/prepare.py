@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dspark_train.data.conversations import SplitShares
+from dspark_train.data.conversations import Split, SplitShares
 from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.errors import UserError
 from dspark_train.files import count_lines
@@ -32,7 +32,8 @@ class Tokenize:
     max_length: int = 4096
     """Most tokens of an example; longer ones are cut."""
     template: dict[str, Any] = field(default_factory=dict)
-    """Chat-template arguments, such as ``enable_thinking: false``."""
+    """Chat-template arguments of every conversation, such as ``enable_thinking: false``, also while the target
+    answers. The set keeps them: ``evaluate`` and ``decode`` render other prompts with them."""
     workers: int = 1
     """Processes."""
 
@@ -81,6 +82,12 @@ class PrepareOptions:
                 raise UserError(f"stages: {stage!r} is none of {', '.join(STAGES)}")
         if not self.stages:
             raise UserError(f"stages is empty: name some of {', '.join(STAGES)}")
+        thinking, template = self.regeneration.thinking, self.tokenization.template
+        if thinking is not None and template.get("enable_thinking", thinking) != thinking:
+            raise UserError(
+                f"regeneration.thinking is {thinking}, and tokenization.template says enable_thinking: "
+                f"{template['enable_thinking']}: answers are tokenized as they were asked for, so set one of them"
+            )
 
 
 def prepare(options: PrepareOptions) -> None:
@@ -118,6 +125,7 @@ def prepare(options: PrepareOptions) -> None:
                 target=options.target,
                 encoder=encoder,
                 generate=None if how.servers else in_process(str(options.target), how),
+                template=options.tokenization.template,
                 progress=lambda conversations, _tokens: bar(conversations, None),
             )
     elif (output / "regenerated.jsonl").exists():
@@ -267,7 +275,7 @@ class ShowOptions:
     """A prepared set, or a JSONL file of conversations."""
     target: str | None = None
     """Hub id or folder whose tokenizer made the set."""
-    split: Literal["train", "calibration", "heldout"] = "train"
+    split: Split = "train"
     """Which split of a prepared set."""
     first: int = 0
     """Index of the first one."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from dspark_train.data.conversations import BadConversation, check_messages
 from dspark_train.errors import UserError
 from dspark_train.files import BadLine, read_lines
+
+if TYPE_CHECKING:
+    from dspark_train.run import Run
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,9 @@ class ServeCheckOptions:
     plain_url: str | None = None
     """Address of a server of the same target without a draft, to compare completions with."""
     prompts: Path | None = None
-    """JSONL file with one ``{"prompt_token_ids": [...]}`` or ``{"prompt": "..."}`` a line; left out: held-out
-    prompts of the run."""
+    """JSONL file with one ``{"prompt_token_ids": [...]}``, ``{"messages": [...]}`` (rendered with the chat-template
+    arguments that the run was trained with) or ``{"prompt": "..."}`` (no template) a line; left out: the run's test
+    prompts."""
     limit: int = 8
     """Prompts to use."""
     max_new_tokens: int = 64
@@ -53,9 +58,9 @@ def serve_check(options: ServeCheckOptions) -> None:
     run = Run(options.run, options.dtype)
     if options.prompts is None:
         run.data.setup()
-        ids = [list(prompt.ids) for prompt in run.data.prompts("heldout")[: options.limit]]
+        ids = [list(prompt.ids) for prompt in run.data.prompts("test")[: options.limit]]
     else:
-        ids = read_prompts(options.prompts, run.target.tokenizer)[: options.limit]
+        ids = read_prompts(options.prompts, run)[: options.limit]
     if not ids:
         raise UserError("serve-check: there is no prompt; name a file with `--prompts`")
     tokens, trace = own_rounds(run.target, run.draft, ids, options.max_new_tokens)
@@ -70,17 +75,20 @@ def serve_check(options: ServeCheckOptions) -> None:
     path.write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
 
 
-def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Read token ids of prompts from a JSONL file; texts go through the tokenizer without a chat template."""
-    found = []
+def read_prompts(path: Path, run: Run) -> list[list[int]]:
+    """Read token ids of prompts from a JSONL file; bare texts go through the tokenizer without a chat template."""
+    found: list[list[int]] = []
     for line in read_lines(path):
         try:
             row = line.value()
-            found.append(
-                row["prompt_token_ids"]
-                if "prompt_token_ids" in row
-                else tokenizer(row["prompt"])["input_ids"]
-            )
-        except (BadLine, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{line.number}: expected prompt_token_ids or prompt ({error})") from error
+            if "prompt_token_ids" in row:
+                found.append(row["prompt_token_ids"])
+            elif "messages" in row:
+                found.append(run.encoder.prompt_ids(check_messages(row["messages"])))
+            else:
+                found.append(run.target.tokenizer(row["prompt"])["input_ids"])
+        except (BadLine, KeyError, TypeError, BadConversation) as error:
+            raise UserError(
+                f"{path}:{line.number}: expected prompt_token_ids, messages or prompt ({error})"
+            ) from error
     return found

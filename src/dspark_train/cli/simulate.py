@@ -26,7 +26,7 @@ class SimulateOptions:
     """Tokens kept by sampling; 0 keeps all."""
     top_p: float = 1.0
     """Nucleus kept by sampling; 1 keeps all."""
-    split: Literal["calibration", "heldout"] = "heldout"
+    split: Literal["calibration", "validation", "test"] = "test"
     """Whose prompts."""
     requests: Integers = Integers((1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
     """Numbers of concurrent requests, with commas between."""

@@ -21,7 +21,7 @@ class StudiesOptions:
     """Tokens kept by sampling; 0 keeps all."""
     top_p: float = 1.0
     """Nucleus kept by sampling; 1 keeps all."""
-    split: Literal["calibration", "heldout"] = "heldout"
+    split: Literal["calibration", "validation", "test"] = "test"
     """Whose prompts."""
     wanted: float | None = None
     """Share of the verified draft tokens that a threshold should keep accepted along a drifting load; left out, no
@@ -91,7 +91,7 @@ def studies(options: StudiesOptions) -> None:
     scaled = f", {after:.1f} % scaled" if sts else " (not calibrated: run `calibrate`)"
     print(f"reliability: mean ECE {before:.1f} % raw{scaled}; noise {100 * compared.after.mean_noise:.1f} %")
     fitting = run.trace("calibration", rule.label)
-    if fitting is not None and options.split == "heldout":
+    if fitting is not None and options.split != "calibration":
         drift = drift_study(fitting, trace)
         if drift is not None:
             drift = replace(drift, **common)

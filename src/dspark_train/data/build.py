@@ -15,6 +15,7 @@ from typing import Any
 
 import dspark_train
 from dspark_train.data.conversations import (
+    SAMPLING,
     BadConversation,
     Conversation,
     DroppedConversation,
@@ -24,7 +25,7 @@ from dspark_train.data.conversations import (
 from dspark_train.data.dataset import MANIFEST, Manifest, PreparedSet, ShardWriter, add_counts
 from dspark_train.data.tokenize import TOKENIZE_VERSION, ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
-from dspark_train.files import Line, Shard, Shards, locked, read_lines
+from dspark_train.files import Line, Shard, Shards, locked, read_json, read_lines
 
 Progress = Callable[[int, int], None]
 """Called with (conversations done since the last call, conversations in all)."""
@@ -82,7 +83,8 @@ def build_set(
     Several processes may make the same set at once: they share the work.
 
     Args:
-        source: JSONL of conversations.
+        source: JSONL of conversations; a JSON file of the same name may say under ``sampling`` how the answers
+            were drawn.
         folder: of the set; another set there (other source, tokenizer or options) is refused.
         tokenizer: the target's.
         options: see :class:`BuildOptions`.
@@ -98,6 +100,7 @@ def build_set(
     encoder = ConversationEncoder(tokenizer, max_length=options.max_length, arguments=options.template)
     digest, parts = _cut(source)
     manifest = new_manifest(source, digest, tokenizer, options, recipe)
+    manifest.answers = read_json(source.with_suffix(".json")).get(SAMPLING, {})
     if (folder / MANIFEST).exists():
         return _same_set(folder, manifest)
     shards = Shards(
@@ -250,6 +253,7 @@ def _make(
                     continue
                 for example in result:
                     writer.add(example)
+                writer.templates[rendered_with(conversation, options.template)] += len(result)
             tell(len(chunk))
 
         chunk: list[tuple[str, Conversation]] = []
@@ -268,6 +272,11 @@ def _make(
         if chunk:
             encode(chunk)
     writer.close(encoder.counts - before, count)
+
+
+def rendered_with(conversation: Conversation, template: Mapping[str, Any] | None) -> str:
+    """Chat-template arguments of a conversation, as JSON: its own go over those for all."""
+    return json.dumps({**(template or {}), **conversation.template}, sort_keys=True, default=str)
 
 
 def _bad_file(folder: Path, index: int) -> Path:

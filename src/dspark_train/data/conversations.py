@@ -19,13 +19,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 from dspark_train.errors import UserError
 from dspark_train.files import BadLine, Line, read_lines
 
-SPLITS = ("train", "calibration", "heldout")
+Split = Literal["train", "calibration", "validation", "test"]
+"""What selects (callbacks, checkpoints, trials) reads validation; what is reported reads test."""
+SPLITS: tuple[Split, ...] = get_args(Split)
 """Conversations are divided into these once, before anything else is made of them."""
+HELD_OUT: Final = "heldout"
+"""Validation and test together, as earlier versions called the split that they had for both (:func:`half_of`)."""
+
+SAMPLING = "sampling"
+"""Key of the JSON file beside a file of conversations: how the answers were drawn."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -65,8 +72,8 @@ class Conversation:
     id: str
     messages: Sequence[Mapping[str, Any]] = ()
     domain: str = "unknown"
-    split: str | None = None
-    """One of :data:`SPLITS`; None until a split is assigned."""
+    split: Split | None = None
+    """None until one is assigned."""
     tools: Sequence[Mapping[str, Any]] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, such as ``enable_thinking``."""
@@ -124,6 +131,23 @@ def content_hash(
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def half_of(key: str) -> Split:
+    """Whether a conversation that is held out belongs to validation or to test: by a hash of its key."""
+    return "test" if hashlib.sha256(f"half:{key}".encode()).digest()[0] % 2 else "validation"
+
+
+def split_named(name: str, key: str) -> Split | None:
+    """A split by its name in a row; None where there is none of this name.
+
+    Args:
+        name: one of :data:`SPLITS`, or :data:`HELD_OUT`, whose halves they are.
+        key: the conversation's id.
+    """
+    if name == HELD_OUT:
+        return half_of(key)
+    return next((split for split in SPLITS if split == name), None)
+
+
 @dataclass(frozen=True)
 class SplitShares:
     """How conversations without a split of their own are divided."""
@@ -131,7 +155,7 @@ class SplitShares:
     calibration: float = 0.05
     """Share of conversations in the calibration split."""
     heldout: float = 0.05
-    """Share of conversations in the held-out split."""
+    """Share of conversations held out: one half of them for validation, the other for the test."""
     seed: int = 0
     """Another seed gives another division."""
 
@@ -142,12 +166,12 @@ class SplitShares:
                 "their sum below 1"
             )
 
-    def split_of(self, key: str) -> str:
+    def split_of(self, key: str) -> Split:
         """Place a conversation by a hash of its key: the same place in every run, whatever else is in the set."""
         digest = hashlib.sha256(f"{self.seed}:{key}".encode()).digest()
         place = int.from_bytes(digest[:8], "big") / 2**64
         if place < self.heldout:
-            return "heldout"
+            return half_of(key)
         return "calibration" if place < self.heldout + self.calibration else "train"
 
 
@@ -230,9 +254,6 @@ def conversation_from_row(row: Any, where: str) -> Conversation:
 def _conversation_from_row(row: Any, where: str) -> Conversation:
     if not isinstance(row, Mapping):
         raise BadConversation("row is not an object", f"{where}: {type(row).__name__}")
-    split = row.get("split")
-    if split is not None and split not in SPLITS:
-        raise BadConversation("unknown split", f"{where}: {split!r}; expected one of {', '.join(SPLITS)}")
     turns = row.get("turns") or []
     if row.get("prompt_ids") is not None and row.get("answer_ids") is not None:
         turns = [
@@ -253,6 +274,9 @@ def _conversation_from_row(row: Any, where: str) -> Conversation:
     identity = row.get("id")
     if identity is None:
         identity = content_hash(messages, row.get("tools")) if messages else where
+    split = None
+    if (named := row.get("split")) is not None and (split := split_named(named, str(identity))) is None:
+        raise BadConversation("unknown split", f"{where}: {named!r}; expected one of {', '.join(SPLITS)}")
     template = row.get("template") or {}
     if not isinstance(template, Mapping):
         raise BadConversation("template is not an object", f"{where}: {str(template)[:60]!r}")

@@ -12,6 +12,7 @@ Rows are read from the mapped files when a batch needs them.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -23,12 +24,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dspark_train.data.conversations import SPLITS
+from dspark_train.data.conversations import HELD_OUT, SPLITS, half_of
 from dspark_train.data.tokenize import Example
 from dspark_train.errors import UserError
 from dspark_train.files import Shard, Shards, read_json
 
 MANIFEST = "manifest.json"
+TEMPLATES = 20
+"""Different chat-template arguments that a shard counts at most."""
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -71,6 +74,7 @@ class Manifest:
     tokenizer_name: str
     max_length: int
     template: dict[str, Any]
+    """Chat-template arguments for every conversation; a row's own go over them."""
     source: dict[str, Any]
     version: str
     conversations: int = 0
@@ -82,6 +86,11 @@ class Manifest:
     """What had to be worked around, by name."""
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)
+    templates: dict[str, int] = field(default_factory=dict)
+    """Examples by the chat-template arguments that they were rendered with, as JSON; empty in sets that an earlier
+    version made. The most common of each shard."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """How the answers were drawn (``temperature``, ``top_p``, …), where the stage before says so."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -102,27 +111,34 @@ class Manifest:
 
 
 class ExampleStore:
-    """The examples of one split, memory-mapped; the index of an example is its sample id."""
+    """The examples of one split, memory-mapped; the index of an example is its sample id.
 
-    def __init__(self, dataset: datasets.Dataset) -> None:
-        self.dataset = dataset
+    Args:
+        dataset: that holds them.
+        rows: which of its rows they are; None for all.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, rows: NDArray[np.int64] | None = None) -> None:
+        self.dataset, self._rows = dataset, rows
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset) if self._rows is None else len(self._rows)
+
+    def _slice(self, index: int) -> pa.Table:
+        return self.dataset.data.fast_slice(index if self._rows is None else int(self._rows[index]), 1)
 
     def __getitem__(self, index: int) -> Example:
-        row = self.dataset.data.fast_slice(index, 1)
+        row = self._slice(index)
         return Example(
             input_ids=_flat(row, "input_ids"),
             loss_mask=_flat(row, "loss_mask"),
             domain=row.column("domain")[0].as_py(),
             conversation=row.column("conversation")[0].as_py(),
-            split=row.column("split")[0].as_py(),
         )
 
     def loss_mask(self, index: int) -> NDArray[np.bool_]:
         """``[T]`` mask of one example, without its tokens."""
-        return _flat(self.dataset.data.fast_slice(index, 1), "loss_mask")
+        return _flat(self._slice(index), "loss_mask")
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
@@ -134,7 +150,13 @@ class ExampleStore:
         table = self.dataset.data
         index = table.column_names.index(name)
         column: NDArray[Any] = table.column(index).to_numpy()
-        return column
+        return column if self._rows is None else column[self._rows]
+
+    @property
+    def counts(self) -> SplitCounts:
+        """What it holds."""
+        sums = (int(self.column(name).sum()) for name in ("length", "supervised", "anchors"))
+        return SplitCounts(len(self), *sums)
 
 
 def _flat(row: pa.Table, name: str) -> NDArray[Any]:
@@ -157,27 +179,67 @@ class PreparedSet:
         self.folder, self.manifest = folder, Manifest.read(folder)
 
     def split(self, name: str) -> ExampleStore:
-        """Map one split; raise UserError where it is empty or its files are damaged."""
+        """Map one split; raise UserError where it is empty or its files are damaged.
+
+        Validation and test of a set that an earlier version made are the halves of its held-out split
+        (:func:`~dspark_train.data.conversations.half_of` the conversation's id).
+        """
         if name not in SPLITS:
             raise UserError(f"unknown split {name!r}: expected one of {', '.join(SPLITS)}")
-        files = self.manifest.files.get(name, [])
-        if not files:
+        store = self._store(name)
+        if store is None or not len(store):
             held = ", ".join(f"{split} {counts.examples}" for split, counts in self.manifest.splits.items())
             raise UserError(f"the split {name!r} of {self.folder} is empty (examples: {held or 'none'})")
+        return store
+
+    def _store(self, name: str) -> ExampleStore | None:
+        parts = self._parts(name)
+        halved = self._parts(HELD_OUT) if name in ("validation", "test") else []
+        if not parts and not halved:
+            return None
+        store = ExampleStore(datasets.concatenate_datasets([*parts, *halved]))
+        if not halved:
+            return store
+        keys, own = store.column("conversation"), sum(map(len, parts))
+        mine = np.array([row < own or half_of(key) == name for row, key in enumerate(keys)])
+        return ExampleStore(store.dataset, mine.nonzero()[0])
+
+    def _parts(self, name: str) -> list[datasets.Dataset]:
+        """The files of a split as the manifest names it."""
         parts = []
-        for file in files:
+        for file in self.manifest.files.get(name, []):
             try:
                 parts.append(datasets.Dataset.from_file(str(self.folder / file)))
             except (OSError, pa.ArrowInvalid) as error:
                 raise UserError(f"{self.folder / file} is damaged ({error}): run `prepare` again") from error
-        store = ExampleStore(datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0])
-        expected = self.manifest.splits[name].examples
-        if len(store) != expected:
+        found, expected = sum(map(len, parts)), self.manifest.splits.get(name, SplitCounts()).examples
+        if found != expected:
             raise UserError(
-                f"{self.folder}: split {name!r} holds {len(store)} examples, its manifest says {expected}: "
+                f"{self.folder}: split {name!r} holds {found} examples, its manifest says {expected}: "
                 "run `prepare` again"
             )
-        return store
+        return parts
+
+    @cached_property
+    def splits(self) -> dict[str, SplitCounts]:
+        """What each split holds that is not empty."""
+        if HELD_OUT not in self.manifest.splits:
+            return self.manifest.splits
+        stores = {name: self._store(name) for name in SPLITS}
+        return {name: store.counts for name, store in stores.items() if store is not None and len(store)}
+
+    @property
+    def templates(self) -> list[tuple[dict[str, Any], float]]:
+        """Chat-template arguments that conversations were rendered with, and the share of each, most common first."""
+        counts = Counter(self.manifest.templates)
+        if not counts:
+            return [(self.manifest.template, 1.0)]
+        return [(json.loads(text), count / counts.total()) for text, count in counts.most_common()]
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The most common of them: what other prompts are to be rendered with."""
+        return self.templates[0][0]
 
     def check_tokenizer(self, fingerprint: str, name: str) -> None:
         """Refuse a set that was made for another target.
@@ -209,6 +271,8 @@ class ShardWriter:
         self.counts: dict[str, SplitCounts] = {}
         self.errors: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
+        self.templates: Counter[str] = Counter()
+        """Examples by the chat-template arguments that they were rendered with, as JSON."""
 
     def add(self, example: Example) -> None:
         """Add one example, to the split that it names."""
@@ -264,6 +328,7 @@ class ShardWriter:
                 "dropped": dict(self.dropped),
                 "notes": dict(notes),
                 "splits": {split: asdict(counts) for split, counts in self.counts.items()},
+                "templates": dict(self.templates.most_common(TEMPLATES)),
             }
         )
 
@@ -277,9 +342,9 @@ def add_counts(manifest: Manifest, shards: Shards) -> None:
     for index in range(shards.count):
         shard = shards.record(index)
         manifest.conversations += shard["conversations"]
-        for name in ("errors", "dropped", "notes"):
-            setattr(manifest, name, dict(Counter(getattr(manifest, name)) + Counter(shard[name])))
-        for split in SPLITS:
+        for name in ("errors", "dropped", "notes", "templates"):
+            setattr(manifest, name, dict(Counter(getattr(manifest, name)) + Counter(shard.get(name, {}))))
+        for split in (*SPLITS, HELD_OUT):  # the last one in shards that an earlier version made
             if split in shard["splits"]:
                 manifest.splits.setdefault(split, SplitCounts()).add(SplitCounts(**shard["splits"][split]))
                 manifest.files.setdefault(split, []).append(_file_of(split, index))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dspark_train.data.blocks import build_blocks, sample_weight, slot_weights
 from dspark_train.data.build import BuildOptions, build_set, new_manifest
-from dspark_train.data.conversations import Prompt, SplitShares
+from dspark_train.data.conversations import HELD_OUT, Prompt, Split, SplitShares
 from dspark_train.data.dataset import MANIFEST, ExampleStore, PreparedSet
 from dspark_train.data.sampler import GlobalBatchSampler, MicroBatch, ValidationSampler, accumulation
 from dspark_train.data.tokenize import tokenizer_fingerprint
@@ -173,10 +173,13 @@ class DSparkDataModule(LightningDataModule):
         token_budget: most padded tokens per micro-batch. Then micro-batches hold about equal numbers of
             padded tokens instead of equal numbers of sequences.
         train_split: split to train on.
-        val_split: split to validate on.
+        val_split: split to validate on: what is chosen by it must not be reported on. ``heldout``, in
+            configurations of earlier versions, is read as validation.
         calibration_share: share of conversations for calibration, where a file does not say so itself.
-        heldout_share: share of conversations held out, where a file does not say so itself.
-        template: extra chat-template arguments, such as ``{enable_thinking: false}``.
+        heldout_share: share of conversations held out, where a file does not say so itself: one half of them
+            for validation, the other for the test.
+        template: extra chat-template arguments of a file's conversations, such as ``{enable_thinking: false}``. A
+            prepared set has its own: leave this out there.
         cache_dir: where tokenized files are kept; the user's cache by default.
         max_error_share: stop where more than this share of the conversations is faulty.
     """
@@ -194,8 +197,8 @@ class DSparkDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         token_budget: int | None = None,
-        train_split: Literal["train", "calibration", "heldout"] = "train",
-        val_split: Literal["train", "calibration", "heldout"] = "heldout",
+        train_split: Split = "train",
+        val_split: Split | Literal["heldout"] = "validation",
         calibration_share: float = 0.05,
         heldout_share: float = 0.05,
         template: dict[str, Any] | None = None,
@@ -212,7 +215,8 @@ class DSparkDataModule(LightningDataModule):
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.num_anchors, self.block_size, self.mask_token_id = num_anchors, block_size, mask_token_id
         self.decay, self.seed, self.num_workers, self.token_budget = decay, seed, num_workers, token_budget
-        self.train_split, self.val_split = train_split, val_split
+        self.train_split = train_split
+        self.val_split: Split = "validation" if val_split == HELD_OUT else val_split
         self.options = BuildOptions(
             max_length=max_length,
             template=template,
@@ -256,6 +260,12 @@ class DSparkDataModule(LightningDataModule):
                 PreparedSet(folder)
                 if (folder / MANIFEST).exists()
                 else build_set(self.path, folder, tokenizer, self.options)
+            )
+        wish, made = self.options.template or {}, prepared.template
+        if any(name not in made or made[name] != value for name, value in wish.items()):
+            raise UserError(
+                f"data.template is {dict(wish)}, but the conversations of {self.path} were rendered with {made}: leave "
+                "data.template out, or prepare them again"
             )
         self.prepared = prepared
 
@@ -325,6 +335,14 @@ class DSparkDataModule(LightningDataModule):
             dataset.store.lengths, micro_batch_size=self.micro_batch_size, rank=rank, world_size=world_size
         )
         return DataLoader(dataset, batch_sampler=sampler, collate_fn=_unchanged)  # type: ignore[arg-type]
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Chat-template arguments that the conversations were rendered with; of several, the most common ones."""
+        if self.prepared is None:
+            self.setup()
+        assert self.prepared is not None
+        return self.prepared.template
 
     def prompts(self, split: str) -> list[Prompt]:
         """The tokens of each conversation of a split before its first supervised one."""

@@ -139,6 +139,17 @@ class ConversationEncoder:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens that the target reads before it answers new messages, rendered as in training.
+
+        Raises:
+            UserError: no chat template, or one that refuses them.
+        """
+        try:
+            return self.continue_ids(Conversation("prompt", messages))
+        except BadConversation as error:
+            raise UserError(f"{self.tokenizer.name_or_path}: {error}") from error
+
     def decode_answer(self, ids: Sequence[int], finished: bool) -> str:
         """Return the text of generated tokens, without the end token where they are finished."""
         content = list(ids[:-1]) if finished else list(ids)

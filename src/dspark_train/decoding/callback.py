@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dspark_train.calibration.metrics import expected_calibration_error
+from dspark_train.calibration.selection import verified_slots
 from dspark_train.calibration.sts import survival
-from dspark_train.data.conversations import Prompt
+from dspark_train.data.conversations import HELD_OUT, Prompt, Split
 from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.decoding.measure import Settings, compare, failures, interleave, seconds_per_token
 from dspark_train.decoding.sampling import SamplingRule
@@ -23,7 +24,7 @@ from dspark_train.training.strategy import gather_objects
 
 
 class DecodeValidation(Callback):
-    """Decode a few held-out prompts at every validation, plainly and speculatively.
+    """Decode a few validation prompts at every validation, plainly and speculatively.
 
     Logs ``decode/tau``, ``decode/accept_1`` … (conditional acceptance by position), ``decode/speedup``,
     ``decode/ece`` (mean calibration error of the raw confidences) and ``decode/divergences`` (greedy only), on which
@@ -38,7 +39,7 @@ class DecodeValidation(Callback):
         temperature: of sampling; 0 is greedy.
         seconds: no new prompt is begun after this time.
         every: validations between two decodings.
-        split: whose prompts.
+        split: whose prompts; ``heldout``, in configurations of earlier versions, is read as validation.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DecodeValidation(Callback):
         temperature: float = 0.0,
         seconds: float = 20.0,
         every: int = 1,
-        split: str = "heldout",
+        split: Split | Literal["heldout"] = "validation",
     ) -> None:
         super().__init__()
         if min(prompts, batch_size, every) < 1 or max_new_tokens < 2 or seconds <= 0:
@@ -57,7 +58,8 @@ class DecodeValidation(Callback):
                 f"DecodeValidation: prompts ({prompts}), batch_size ({batch_size}) and every ({every}) must be at "
                 f"least 1, max_new_tokens ({max_new_tokens}) at least 2, seconds ({seconds}) above 0"
             )
-        self.prompts, self.seconds, self.every, self.split = prompts, seconds, every, split
+        self.prompts, self.seconds, self.every = prompts, seconds, every
+        self.split: Split = "validation" if split == HELD_OUT else split
         self.rule = SamplingRule(temperature)
         self.settings = Settings(max_new_tokens=max_new_tokens, batch_size=batch_size)
         self._validations = 0
@@ -108,7 +110,7 @@ def metrics(trace: DecodingTrace) -> dict[str, float]:
             found[f"accept_{position + 1}"] = rate
     if not trace.confidence_logits.isnan().any():
         error = expected_calibration_error(
-            survival(trace.confidence_logits.double()), trace.prefix_accepted, trace.observed
+            survival(trace.confidence_logits.double()), trace.prefix_accepted, verified_slots(trace)
         )
         found["ece"] = float(error.nanmean())
     return found

@@ -90,7 +90,7 @@ def causal_lengths(survival: Tensor, steps_per_second: Tensor) -> Tensor:
     """
     values, request = _ranked(survival)
     theta = _throughput(survival, values, steps_per_second)
-    rising = theta[1:] > theta[:-1]
+    rising = (theta[1:] > theta[:-1]) & (values > 0)
     return _prefixes(request, rising.to(torch.int64).cumprod(0).sum(), survival.shape[0])
 
 
@@ -107,7 +107,8 @@ def capacity(survival: Tensor, steps_per_second: Tensor) -> Tensor:
         0-dim int64 in 0..R·γ (the smallest, where several are best).
     """
     values, _ = _ranked(survival)
-    return _throughput(survival, values, steps_per_second).argmax()
+    theta = _throughput(survival, values, steps_per_second)
+    return torch.cat([theta[:1], theta[1:].masked_fill(values <= 0, 0.0)]).argmax()
 
 
 def threshold_lengths(confidence: Tensor, threshold: float) -> Tensor:

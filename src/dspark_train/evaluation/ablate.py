@@ -18,9 +18,10 @@ class CellResult:
     name: str
     choices: dict[str, str]
     expected: float | None = None
-    """Expected τ at temperature 1, held-out conversations, last validation: no decoding, so little noise."""
+    """Expected τ at temperature 1, teacher-forced over the answers of the validation split, last validation: no
+    decoding, so little noise."""
     tau: float | None = None
-    """Greedy, held-out prompts."""
+    """Greedy, validation prompts."""
     tau_sampled: float | None = None
     """At temperature 1."""
     speedup: float | None = None

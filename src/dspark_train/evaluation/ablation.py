@@ -233,7 +233,8 @@ def _pick(
 def fit_arguments(ablation: Ablation, cell: Cell) -> list[str]:
     """Return the arguments of ``fit`` for one run."""
     flags = [f"--{key}={_flag(value)}" for key, value in cell.settings.items()]
-    return ["fit", "--config", str(ablation.config), *flags, f"--run.folder={ablation.folder / cell.name}"]
+    own = ["--run.trial=true", f"--run.folder={ablation.folder / cell.name}"]
+    return ["fit", "--config", str(ablation.config), *flags, *own]
 
 
 def _flag(value: Any) -> str:

@@ -7,8 +7,10 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
+from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.decoding.decoder import Decoder, GenerationResult
 from dspark_train.decoding.policies import Policy
 from dspark_train.decoding.sampling import SamplingRule
@@ -111,24 +113,22 @@ class Evaluation:
     methods: Sequence[Method]
     options: EvaluateOptions
     template: Mapping[str, Any] | None = None
-    """Extra arguments of the chat template."""
+    """Arguments of the chat template: those that the drafts were trained with, unless others are wanted."""
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens that the target reads before it answers."""
+    @cached_property
+    def encoder(self) -> ConversationEncoder:
+        """Renders prompts as training did."""
         tokenizer = self.target.tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 f"the tokenizer of {self.target.name} has no chat template: suites are conversations; use an "
                 "instruction-tuned target"
             )
-        encoded = tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **(self.template or {}),
-        )
-        return [int(token) for token in encoded]
+        return ConversationEncoder(tokenizer, max_length=2**31, arguments=self.template)
+
+    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the tokens that the target reads before it answers."""
+        return self.encoder.prompt_ids(messages)
 
     def fits(self, ids: Sequence[int]) -> bool:
         """Whether the target's context holds a prompt and a whole answer."""

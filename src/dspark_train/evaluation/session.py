@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,9 +134,14 @@ def make_methods(
 
 
 def _settings(
-    options: EvaluateOptions, suites: Sequence[Suite], drafts: Sequence[OpenDraft]
+    options: EvaluateOptions,
+    template: Mapping[str, Any],
+    suites: Sequence[Suite],
+    drafts: Sequence[OpenDraft],
 ) -> dict[str, Any]:
+    """What records depend on."""
     return {
+        "template": _text(template),
         "max_new_tokens": options.max_new_tokens,
         "top_k": options.top_k,
         "top_p": options.top_p,
@@ -150,6 +156,20 @@ def _settings(
         },
         "suites": {suite.name: _texts_digest(suite) for suite in suites},
     }
+
+
+def _templates(run: Run, wanted: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Chat-template arguments to render with, and those of training; None where these are not known."""
+    if wanted is None:
+        return run.template, run.template
+    try:
+        return wanted, run.template
+    except UserError:  # its message asks for what is given here
+        return wanted, None
+
+
+def _text(template: Mapping[str, Any]) -> str:
+    return json.dumps(dict(template), sort_keys=True, default=str)
 
 
 def _texts_digest(suite: Suite) -> str:
@@ -168,7 +188,9 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> EvaluationRe
     """
     edges = context_edges(options.by_context)
     suites = [
-        load_suite(spec, folder=options.suites_dir, limit=options.prompts, seed=options.seed)
+        load_suite(
+            spec, folder=options.suites_dir, limit=options.limit, seed=options.seed, turns=options.turns
+        )
         for spec in options.suites
     ]
     policy = parse_policy(options.policy, options.costs)
@@ -178,25 +200,35 @@ def evaluate_run(options: EvaluateOptions, progress: Any = None) -> EvaluationRe
             "use it with decode or simulate"
         )
     run = Run(options.run, options.dtype)
+    run.required_config()
+    template, trained = _templates(run, options.template)
     drafts = open_drafts(options, run.target, run.draft)
     evaluation = Evaluation(
         target=run.target,
         methods=make_methods(options, run.target, drafts, policy),
         options=options,
-        template=run.config.get("data", {}).get("template"),
+        template=template,
     )
     suites, left_out = fitting(evaluation, suites)
     folder = options.run / "evaluation"
     path = folder / f"{options.name}.records.jsonl"
     if options.restart:
         path.unlink(missing_ok=True)
-    settings = _settings(options, suites, drafts)
+    settings = _settings(options, template, suites, drafts)
     file = RecordFile(path, settings)
     run_evaluation(evaluation, suites, file, progress)
     described = [{"key": m.key, "label": m.label, "kind": m.kind} for m in evaluation.methods]
     wanted = {(m.key, t) for m in evaluation.methods for t in options.temperatures}
     records = [record for record in file.records.values() if (record.method, record.temperature) in wanted]
     whole = settings | {
+        "protocol": options.protocol,
+        "target": Path(run.target.name).name,
+        "trained_with": None if trained is None else _text(trained),
+        "template_share": run.facts.get("data", {}).get("template_share", 1.0),
+        "temperatures": list(options.temperatures),
+        "turns": options.turns,
+        "block_sizes": {one.label: one.draft.config.block_size for one in drafts},
+        "sizes": {suite.name: {"prompts": len(suite.prompts), "whole": suite.whole} for suite in suites},
         "prompts_per_suite": options.prompts,
         "too_long": left_out,
         "environment": environment(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Suite:
     name: str
     domain: str
     prompts: tuple[SuitePrompt, ...]
+    whole: int = 0
+    """Prompts that the suite has."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,25 @@ def _humaneval(row: Mapping[str, Any]) -> Sequence[str]:
     return [f"{task}\n```python\n{row['prompt']}\n```"]
 
 
-def _mbpp(row: Mapping[str, Any]) -> Sequence[str]:
-    return [f"{row['prompt']}\nYour code should pass these tests:\n" + "\n".join(row["test_list"])]
-
-
 def _livecodebench(row: Mapping[str, Any]) -> Sequence[str]:
-    task = "Solve the following problem with a correct Python program. Answer with the program only."
-    starter = f"\n\n```python\n{row['starter_code']}\n```" if row.get("starter_code") else ""
-    return [f"{task}\n\n{row['question_content']}{starter}"]
+    """The benchmark's own prompt: https://github.com/LiveCodeBench/LiveCodeBench."""
+    starter = row.get("starter_code")
+    form = "Use the following code structure" if starter else "Write your code in the following format"
+    parts = (
+        "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+        "correct Python program that matches the specification and passes all tests. You will NOT return anything "
+        "except for the program",
+        f"### Question:\n{row['question_content']}",
+        f"### Format: {form}:\n```python\n{starter or '# YOUR CODE HERE'}\n```",
+        "### Answer: (use the provided format with backticks)",
+    )
+    return ["\n\n".join(parts)]
 
 
 def _alpaca(row: Mapping[str, Any]) -> Sequence[str]:
-    return [f"{row['instruction']}\n\n{row['input']}" if row.get("input") else str(row["instruction"])]
+    return [
+        f"{row['instruction']}\n\nInput:\n{row['input']}" if row.get("input") else str(row["instruction"])
+    ]
 
 
 HUB = {
@@ -74,7 +83,7 @@ HUB = {
     "math500": HubSuite("HuggingFaceH4/MATH-500", "math", _math("problem")),
     "aime25": HubSuite("MathArena/aime_2025", "math", _math("problem"), split="train"),
     "humaneval": HubSuite("openai/openai_humaneval", "code", _humaneval),
-    "mbpp": HubSuite("google-research-datasets/mbpp", "code", _mbpp, "sanitized"),
+    "mbpp": HubSuite("google-research-datasets/mbpp", "code", lambda row: [row["prompt"]], "sanitized"),
     "livecodebench": HubSuite(
         "livecodebench/code_generation_lite", "code", _livecodebench, files="test*.jsonl"
     ),
@@ -87,10 +96,12 @@ HUB = {
         files="data/arena-hard-v2.0/question.jsonl",
     ),
 }
-"""Suites by the paper's names."""
+"""Suites by the paper's names, in the wording of the reference implementation."""
 
 
-def load_suite(spec: str, *, folder: Path | None = None, limit: int | None = None, seed: int = 0) -> Suite:
+def load_suite(
+    spec: str, *, folder: Path | None = None, limit: int | None = None, seed: int = 0, turns: int = 1
+) -> Suite:
     """Read a suite and choose its prompts.
 
     Args:
@@ -98,6 +109,7 @@ def load_suite(spec: str, *, folder: Path | None = None, limit: int | None = Non
         folder: where JSONL files of suites lie.
         limit: number of prompts, drawn without replacement; None takes all.
         seed: of the draw. The choice depends on the seed and the suite's name only.
+        turns: what a user says in a row is cut after so many.
 
     Raises:
         UserError: unknown suite, unreadable file or row, or no network.
@@ -114,11 +126,13 @@ def load_suite(spec: str, *, folder: Path | None = None, limit: int | None = Non
     prompts = read_suite(path, domain) if path is not None else _from_hub(name, folder)
     if not prompts:
         raise UserError(f"suite {name} has no prompts ({path or HUB[name].repository})")
-    if limit is not None and limit < len(prompts):
-        chosen = random.Random(f"{seed}/{name}").sample(range(len(prompts)), limit)
+    whole = len(prompts)
+    prompts = [replace(prompt, turns=prompt.turns[:turns]) for prompt in prompts]
+    if limit is not None and limit < whole:
+        chosen = random.Random(f"{seed}/{name}").sample(range(whole), limit)
         prompts = [prompts[index] for index in sorted(chosen)]
     domains = {prompt.domain for prompt in prompts}
-    return Suite(name, domains.pop() if len(domains) == 1 else "mixed", tuple(prompts))
+    return Suite(name, domains.pop() if len(domains) == 1 else "mixed", tuple(prompts), whole)
 
 
 def read_suite(path: Path, domain: str = "unknown") -> list[SuitePrompt]:

@@ -76,6 +76,7 @@ class SamplingResult:
     macro: dict[str, MethodResult]
     """Average over suites, which count alike, by method."""
     domains: dict[str, GroupResult] = field(default_factory=dict)
+    """Average over a domain's suites."""
     differences: list[MethodDifference] = field(default_factory=list)
     contexts: list[ContextResult] = field(default_factory=list)
     """By position of the anchor, where asked for."""
@@ -169,7 +170,7 @@ def _result(
     measured: dict[str, dict[str, Measured]] = {}
     common: list[Mapping[str, Record]] = []
     entries: dict[str, GroupResult] = {}
-    by_domain: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    by_domain: dict[str, dict[str, list[Mapping[str, Record]]]] = defaultdict(lambda: defaultdict(list))
     for name, prompts in suites.items():
         whole = [methods for _, methods in sorted(prompts.items()) if all(key in methods for key in keys)]
         if not whole:
@@ -177,15 +178,14 @@ def _result(
         common += whole
         weights = bootstrap_weights(len(whole), boot.resamples, boot.seed)
         measured[name] = {key: Measured.of([methods[key] for methods in whole], weights) for key in keys}
-        domains = sorted({methods[key].domain for methods in whole for key in keys})
+        domains = sorted({methods[keys[0]].domain for methods in whole})
         entries[name] = GroupResult(
             domain=domains[0] if len(domains) == 1 else "mixed",
             prompts=len(whole),
             methods={key: _method(measured[name], key, boot) for key in keys},
         )
         for methods in whole:
-            for key in keys:
-                by_domain[methods[key].domain][key].append(methods[key])
+            by_domain[methods[keys[0]].domain][name].append(methods)
     drafting, chances = [key for key in keys if key != PLAIN], (boot.confidence, boot.resamples, boot.seed)
     return SamplingResult(
         temperature=temperature,
@@ -219,11 +219,15 @@ def identical(one: Sequence[Record], other: Sequence[Record]) -> int | None:
     return sum(a.digest == b.digest for a, b in zip(one, other, strict=True))
 
 
-def _domain(found: Mapping[str, list[Record]], keys: Sequence[str], boot: Bootstrap) -> GroupResult:
-    count = len(found[keys[0]])
-    weights = bootstrap_weights(count, boot.resamples, boot.seed)
-    group = {key: Measured.of(found[key], weights) for key in keys}
-    return GroupResult(count, {key: _method(group, key, boot) for key in keys})
+def _domain(
+    suites: Mapping[str, Sequence[Mapping[str, Record]]], keys: Sequence[str], boot: Bootstrap
+) -> GroupResult:
+    """The mean of a domain's suites, which count alike."""
+    measured = {}
+    for name, prompts in suites.items():
+        weights = bootstrap_weights(len(prompts), boot.resamples, boot.seed)
+        measured[name] = {key: Measured.of([methods[key] for methods in prompts], weights) for key in keys}
+    return GroupResult(sum(map(len, suites.values())), {key: _macro(measured, key, boot) for key in keys})
 
 
 def _macro(measured: Mapping[str, Mapping[str, Measured]], key: str, boot: Bootstrap) -> MethodResult:

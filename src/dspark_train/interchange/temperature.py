@@ -65,13 +65,13 @@ def single_temperature(run: Run) -> SingleTemperature:
     """
     from dspark_train.calibration.io import Calibration
 
-    splits = ("calibration", "heldout")
-    needed = [*(run.trace_path(split, "greedy") for split in splits), run.sts_path("greedy")]
+    paths = [run.recorded_path(split, "greedy") for split in ("calibration", "test")]
+    needed = [*paths, run.sts_path("greedy")]
     missing = [str(path) for path in needed if not path.is_file()]
     if missing:
         raise UserError(
             f"fold_temperature needs {', '.join(missing)}; run `dspark-train calibrate {run.path}` first"
         )
-    fit, heldout = (DecodingTrace.load(run.trace_path(split, "greedy")) for split in splits)
+    fit, heldout = map(DecodingTrace.load, paths)
     sts = Calibration.load(run.sts_path("greedy"), fit.block_size).temperatures
     return fit_single(fit, heldout, sts)

@@ -34,7 +34,8 @@ class Regenerate:
     nothing.
     """
     thinking: bool | None = None
-    """Passed to the chat template as ``enable_thinking``; None leaves it alone."""
+    """Passed to the chat template as ``enable_thinking``; None leaves it to ``tokenization.template``. A model
+    recommends other sampling for each mode, and its generation config holds that of one: set it too."""
     keep_thinking: bool = True
     """Keep what the target thought; else it is removed from the answers, and their exact tokens with it."""
     concurrency: int = 64
@@ -72,6 +73,15 @@ class Regenerate:
         """The sampling settings that are set."""
         names = ("temperature", "top_p", "top_k", "min_p")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def unset(self) -> list[str]:
+        """Sampling settings that decide and are left to the generation config; none where decoding is greedy."""
+        known = self.sampling()
+        return (
+            []
+            if known.get("temperature") == 0
+            else [n for n in ("temperature", "top_p", "top_k") if n not in known]
+        )
 
 
 @dataclass(frozen=True)
@@ -168,8 +178,16 @@ class Progressing:
         return finished.to_row() | extra | {"usage": [answer.usage for answer in self._answers]}
 
 
-def request_key(conversation: Conversation, options: Regenerate, target: str | None) -> str:
-    """Name what is asked for: the content, who is asked, and the options that the answer depends on."""
+def request_key(
+    conversation: Conversation,
+    options: Regenerate,
+    target: str | None,
+    template: Mapping[str, Any] | None = None,
+) -> str:
+    """Name what is asked for: the content, who is asked, and the options that the answer depends on.
+
+    ``template``, the chat-template arguments for all conversations, counts where it says more than ``thinking``.
+    """
     asked = [message for message in conversation.messages if message["role"] != "assistant"]
     names = (
         "max_tokens",
@@ -190,6 +208,9 @@ def request_key(conversation: Conversation, options: Regenerate, target: str | N
         conversation.template,
         {name: getattr(options, name) for name in names},
     ]
+    mode = {} if options.thinking is None else {"enable_thinking": options.thinking}
+    if template and template != mode:
+        parts.append(dict(template))
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 

@@ -87,7 +87,7 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
         cost.add_column(column, justify="left" if column == "split" else "right")
     costs: dict[str, tuple[int, int]] = {}
     stores: dict[str, ExampleStore] = {}
-    for split, counts in manifest.splits.items():
+    for split, counts in prepared.splits.items():
         stores[split] = prepared.split(split)
         blocks = int(np.minimum(stores[split].column("anchors"), num_anchors).sum())
         table.add_row(
@@ -103,6 +103,10 @@ def print_stats(console: Console, path: Path, block_size: int, num_anchors: int,
         cost.add_row(split, f"{counts.tokens:,}", f"{blocks:,}", f"{blocks * block_size:,}")
     console.print(table)
     console.print(cost)
+    for arguments, share in prepared.templates:
+        console.print(f"chat-template arguments of {share:.1%} of the examples: {arguments or 'none'}")
+    if manifest.answers:
+        console.print(f"answers drawn with: {manifest.answers}")
     lengths = Table(title="quantiles over examples")
     for column in ("", "min", "10 %", "median", "90 %", "99 %", "max"):
         lengths.add_column(column, justify="right" if column else "left")

@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from dspark_train.data.conversations import BadConversation, Conversation, read_conversations
+from dspark_train.data.conversations import SAMPLING, BadConversation, Conversation, read_conversations
 from dspark_train.errors import UserError
 from dspark_train.files import BadLine, Journal, file_digest, read_json, write_json
 from dspark_train.prepare.answers import Progressing, Regenerate, request_key
+from dspark_train.progress import say
 
 if TYPE_CHECKING:
     from dspark_train.data.tokenize import ConversationEncoder
@@ -78,6 +79,7 @@ def regenerate(
     target: str | None = None,
     encoder: ConversationEncoder | None = None,
     generate: Generate | None = None,
+    template: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write ``folder/regenerated.jsonl``: the collected conversations, answered by the target.
@@ -90,6 +92,7 @@ def regenerate(
         encoder: of the target; needed in this process, and to check re-tokenization where servers give no
             tokens.
         generate: generation in this process, where no servers are named.
+        template: chat-template arguments for every conversation; a row's own go over them.
         progress: told (conversations, answer tokens) more after each one.
 
     Raises:
@@ -99,6 +102,9 @@ def regenerate(
         raise UserError(
             "regenerate: name servers in regeneration.servers, or a target to generate with in this process"
         )
+    asking = _Asking(options, target, dict(template or {}))
+    if warning := asking.warning():
+        say(warning)
     out = folder / "regenerated.jsonl"
     answers = AnswerFile(folder / "regenerated.partial.jsonl")
     tally: Counter[str] = Counter()
@@ -108,7 +114,7 @@ def regenerate(
     try:
         with bad_path.open("w") as bad:
             received = _Received(answers, tally, bad, encoder, bool(options.servers), progress)
-            todo = _unanswered(collected, options, target, answers, tally, progress)
+            todo = _unanswered(collected, asking, answers, tally, progress)
             if options.servers:
                 from dspark_train.prepare.servers import answer_over_http
 
@@ -120,11 +126,11 @@ def regenerate(
                 assert encoder is not None
                 answer_in_process(todo, options, encoder, generate, received.done, received.failed)
             received.keep_doubtful()
-        total = _write_in_order(collected, options, target, answers, out)
+        total = _write_in_order(collected, asking, answers, out)
         answered = file_digest(collected)
     finally:
         answers.close()
-        write_json(folder / "regenerated.json", {**tally, COLLECTED: answered})
+        write_json(folder / "regenerated.json", {**tally, COLLECTED: answered, SAMPLING: asking.sampling()})
     if tally["failed"] > options.max_failed_share * (total + tally["failed"]):
         reasons = ", ".join(
             f"{name[8:]}: {count}" for name, count in tally.items() if name.startswith("failed: ")
@@ -144,6 +150,43 @@ def check_collected(regenerated: Path, collected: Path) -> None:
         raise UserError(
             f"{regenerated} answers another {collected.name} than the one beside it: run the stage 'regenerate' again, "
             "or remove it to train on the collected answers"
+        )
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """What the target is asked with."""
+
+    options: Regenerate
+    target: str | None
+    template: dict[str, Any]
+
+    def key(self, conversation: Conversation) -> str:
+        """Of a conversation's answer."""
+        return request_key(conversation, self.options, self.target, self.template)
+
+    def asked(self, conversation: Conversation) -> Conversation:
+        """With the chat-template arguments for all."""
+        return replace(conversation, template={**self.template, **conversation.template})
+
+    def sampling(self) -> dict[str, Any]:
+        """How answers are drawn, for the record."""
+        left = dict.fromkeys(self.options.unset(), "the target's generation config")
+        return {**self.options.sampling(), **left}
+
+    def warning(self) -> str | None:
+        """What to say where a mode is switched, and its sampling is not."""
+        mode = {**self.template, "enable_thinking": self.options.thinking}
+        if self.options.thinking is None:
+            mode = self.template
+        unset = self.options.unset()
+        if "enable_thinking" not in mode or not unset:
+            return None
+        switch = "on" if mode["enable_thinking"] else "off"
+        return (
+            f"warning: thinking is switched {switch}, and {', '.join(unset)} are left "
+            "to the target's generation config, which may hold the values of the other mode: set "
+            f"{', '.join(f'regeneration.{name}' for name in unset)} to what the model's card recommends for this one"
         )
 
 
@@ -242,31 +285,28 @@ def _tokenized_again(item: Progressing, counted: int, encoder: ConversationEncod
 
 def _unanswered(
     collected: Path,
-    options: Regenerate,
-    target: str | None,
+    asking: _Asking,
     answers: AnswerFile,
     tally: Counter[str],
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[str, Conversation]]:
     asked: set[str] = set()
     for conversation in read_conversations(collected):
-        key = request_key(conversation, options, target)
+        key = asking.key(conversation)
         if key in answers.places or key in asked:
             tally["answered before"] += 1
             if progress:
                 progress(1, 0)
         else:
             asked.add(key)
-            yield key, conversation
+            yield key, asking.asked(conversation)
 
 
-def _write_in_order(
-    collected: Path, options: Regenerate, target: str | None, answers: AnswerFile, out: Path
-) -> int:
+def _write_in_order(collected: Path, asking: _Asking, answers: AnswerFile, out: Path) -> int:
     written = 0
     with open(f"{out}.tmp", "wb") as file:
         for conversation in read_conversations(collected):
-            key = request_key(conversation, options, target)
+            key = asking.key(conversation)
             if key in answers.places:
                 file.write(answers.line(key))
                 written += 1

@@ -30,6 +30,7 @@ from dspark_train.data.conversations import (
     conversation_from_row,
     reading,
     row_of,
+    split_named,
 )
 from dspark_train.errors import UserError
 from dspark_train.files import count_lines, read_lines
@@ -293,10 +294,6 @@ def _conversation_of(row: Any, source: Source, where: str) -> Conversation:
     kind = _format_of(row, source)
     domain = source.domain or _text(row, source, "domain") or source.name
     common: dict[str, Any] = {"domain": source.domains.get(domain, domain), "tools": _tools(row, source)}
-    if isinstance(split := row.get(_column(source, "split") or "split"), str):
-        common["split"] = {"validation": "heldout", "test": "heldout"}.get(split, split)
-        if common["split"] not in ("train", "calibration", "heldout"):
-            raise BadConversation("unknown split", repr(split))
     identity = _text(row, source, "id")
     if kind == "tokens":
         ids, mask = (_value(row, source, name) for name in ("input_ids", "loss_mask"))
@@ -305,10 +302,16 @@ def _conversation_of(row: Any, source: Source, where: str) -> Conversation:
                 "input_ids and loss_mask do not fit", f"{ids and len(ids)}, {mask and len(mask)}"
             )
         ids, mask = check_ids(ids, "input_ids"), [int(bit) for bit in check_ids(mask, "loss_mask")]
-        name = identity or content_hash([{"ids": ids}])
-        return Conversation(id=name, input_ids=ids, loss_mask=mask, **common)
-    messages = check_messages(_messages(row, source, kind))
-    return Conversation(id=identity or content_hash(messages, common["tools"]), messages=messages, **common)
+        identity = identity or content_hash([{"ids": ids}])
+        common |= {"input_ids": ids, "loss_mask": mask}
+    else:
+        common["messages"] = check_messages(_messages(row, source, kind))
+        identity = identity or content_hash(common["messages"], common["tools"])
+    named = row.get(_column(source, "split") or "split")
+    split = split_named(named, identity) if isinstance(named, str) else None
+    if isinstance(named, str) and split is None:
+        raise BadConversation("unknown split", repr(named))
+    return Conversation(id=identity, split=split, **common)
 
 
 def _format_of(row: Mapping[str, Any], source: Source) -> Format:

@@ -146,7 +146,7 @@ def _acceptance(modes: dict[str, list[ModeResult]]) -> Section | None:
     shown = []
     for temperature in (0.0, 1.0):
         found = {name: mode for name, all_of in modes.items() if (mode := _mode(all_of, temperature))}
-        picture = figures.decoded_acceptance(found, "heldout")[0]
+        picture = figures.decoded_acceptance(found, "")[0]
         if len(picture.series) < 2 or not picture.drawable:
             continue
         title = f"{picture.title}, {figures.sampled(temperature)}"

@@ -20,7 +20,7 @@ from dspark_train.report.pictures import (
     Point,
     Series,
 )
-from dspark_train.report.text import fixed, mode_name, percent, share_or_dash
+from dspark_train.report.text import fixed, mode_name, percent, share_or_dash, split_name
 
 if TYPE_CHECKING:
     from dspark_train.decoding.cost import CostTable
@@ -38,7 +38,7 @@ def over(study: OfRounds) -> str:
     """Say what rounds a study is of: 773 held-out rounds, greedy. Empty where its file does not say."""
     if not study.rounds:
         return ""
-    split = f"{study.split} ".replace("heldout", "held-out") if study.split else ""
+    split = f"{split_name(study.split)} " if study.split else ""
     sampling = "" if study.sampling_temperature is None else f", {sampled(study.sampling_temperature)}"
     return f"{study.rounds:,} {split}rounds{sampling}"
 
@@ -85,7 +85,7 @@ def acceptance(study: AcceptanceStudy) -> list[Lines]:
 
 def decoded_acceptance(modes: Mapping[str, ModeResult], split: str) -> list[Lines]:
     """Conditional and cumulative acceptance of ``decode``; one line a name."""
-    about = f"decoding {split.replace('heldout', 'held-out')} prompts".replace("  ", " ")
+    about = f"decoding {split_name(split)} prompts".replace("  ", " ")
     pictures = []
     for measure, title in (
         ("conditional", "Given that all earlier ones were accepted"),
@@ -348,7 +348,7 @@ def lengths(title: str, bars: Sequence[Bar]) -> Bars:
 
 
 ABLATION_MEASURES = (
-    ("expected", "Expected τ, temperature 1, held-out conversations", "tokens per round"),
+    ("expected", "Expected τ, temperature 1, teacher-forced, validation", "tokens per round"),
     ("tau", "Accepted length τ, greedy", "tokens per round"),
     ("tau_sampled", "Accepted length τ, temperature 1", "tokens per round"),
     ("speedup", "Speedup, greedy", "times plain decoding"),

@@ -81,21 +81,21 @@ def learning(curves: Mapping[str, Curve], decoded: str = "by decoding") -> list[
     ):
         validated = _judged(label, get(f"val/{name}"), colour)
         terms += validated or _trained(label, get(f"train/{name}"), colour)
-    where = "held-out conversations" if get("val/ce") else "training"
+    where = "validation conversations" if get("val/ce") else "training"
     rate = get("lr") or next((curve for name, curve in sorted(curves.items()) if name.startswith("lr")), [])
     return [
         lines(
             "Accepted length τ",
             [
                 *_trained("expected, training", get("train/tau"), 0),
-                *_judged("expected, held-out", get("val/tau"), 1),
+                *_judged("expected, validation", get("val/tau"), 1),
                 *_judged(decoded, get("decode/tau"), 2),
             ],
             "tokens per round",
         ),
         lines(
             "Loss",
-            [*_trained("training", get("train/loss"), 0), *_judged("held-out", get("val/loss"), 1)],
+            [*_trained("training", get("train/loss"), 0), *_judged("validation", get("val/loss"), 1)],
             "loss",
         ),
         lines(f"Terms of the loss, {where}", terms, "value"),
@@ -123,7 +123,7 @@ def _expected_positions(curves: Mapping[str, Curve]) -> Lines:
         Series(f"{position}", smooth(thin(curve)), shade=1 - index / steps)
         for index, (position, curve) in enumerate(found)
     ]
-    where = "held-out conversations" if prefix.startswith("val") else "training"
+    where = "validation conversations" if prefix.startswith("val") else "training"
     title = f"Expected acceptance by draft position, {where}"
     return Lines(title, "One line a position", series, Axis("Optimiser step"), Axis("accepted", text=percent))
 
@@ -142,10 +142,10 @@ def compared_curves(named: Mapping[str, Mapping[str, Curve]]) -> list[Lines]:
     """Learning curves of several runs, one line a run; only what two runs have at least."""
     pictures = []
     for column, title, unit in (
-        ("val/tau", "Expected accepted length τ, held-out conversations", "tokens per round"),
+        ("val/tau", "Expected accepted length τ, teacher-forced, validation", "tokens per round"),
         ("decode/tau", "Accepted length τ by decoding", "tokens per round"),
         ("decode/speedup", "Measured speedup while training", "times plain decoding"),
-        ("val/loss", "Loss, held-out conversations", "loss"),
+        ("val/loss", "Loss, validation conversations", "loss"),
     ):
         lines = [
             Series(name, thin(curves[column]), colour, dashed=colour >= len(PALETTE), markers=True)

@@ -12,7 +12,7 @@ from typing import Any
 from dspark_train.report import results
 from dspark_train.report.suite_section import suites_section
 from dspark_train.report.tables import markdown_table
-from dspark_train.report.text import factor, maybe, mode_name
+from dspark_train.report.text import factor, maybe, mode_name, split_name
 from dspark_train.run import STS_FILE, Run
 
 RECIPE_SECTIONS = ("draft", "objective", "optimizer", "data", "trainer")
@@ -59,7 +59,7 @@ def model_card(run: Run, exported: CardFacts) -> str:
         _front_matter(run, exported),
         f"# DSpark draft for {exported.target}",
         _introduction(exported),
-        _section("Serving", _serving(exported)),
+        _section("Serving", _serving(exported, results.facts(run).get("data", {}).get("template", {}))),
         _section("Measured", _measured(run)),
         _section("Benchmark suites", _suites(run)),
         _section("Confidence calibration", _calibration(run, exported)),
@@ -137,9 +137,16 @@ def _introduction(exported: CardFacts) -> str:
     return "\n".join(lines)
 
 
-def _serving(exported: CardFacts) -> str:
+def _serving(exported: CardFacts, template: dict[str, Any]) -> str:
+    """Commands, warnings, and the chat-template arguments that the draft was trained with."""
     blocks = [f"```bash\n{command}\n```" for command in exported.commands]
     warnings = [f"- {warning}" for warning in exported.warnings]
+    if template:
+        text = json.dumps(template)
+        warnings.append(
+            f"- Trained on prompts rendered with `{text}`: send `chat_template_kwargs: {text}` with requests, or fewer "
+            "tokens are accepted."
+        )
     return "\n\n".join([*blocks, "\n".join(warnings)] if warnings else blocks)
 
 
@@ -158,8 +165,8 @@ def _measured(run: Run) -> str:
         for name, mode in zip(names, modes, strict=True)
     ]
     parts = [
-        "On held-out prompts of the run, with this project's decoder. τ: tokens per round, the target's own "
-        "included.",
+        f"On {split_name(results.decoded(run).split or 'heldout')} prompts of the run, with this project's decoder. τ: "
+        "tokens per round, the target's own included.",
         markdown_table(("sampling", "accepted length τ", "speedup over plain decoding", "prompts"), rows),
     ]
     for name, mode in zip(names, modes, strict=True):

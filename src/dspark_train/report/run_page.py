@@ -26,7 +26,11 @@ def run_page(run: Run) -> Page:
     decoded, calibrations = results.decoded(run), results.calibrations(run)
     modes = list(decoded.modes.values())
     found: list[Section | None] = [
-        sections.learning(run.metrics, sections.decoded_validation(run.config)),
+        sections.learning(
+            run.metrics,
+            sections.decoded_validation(run.config),
+            results.facts(run).get("data", {}).get("answers"),
+        ),
         sections.acceptance(decoded, read_result(run.study_path("acceptance"), AcceptanceStudy)),
         sections.speed(decoded),
         *(suites_section(name, value) for name, value in results.evaluations(run).items()),

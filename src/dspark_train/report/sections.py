@@ -8,7 +8,16 @@ from typing import Any
 from dspark_train.decoding.measure import DecodeResult, ExampleResult, ModeResult
 from dspark_train.report import figures, learning_figures
 from dspark_train.report.page import Example, Figure, Section, Table, Token
-from dspark_train.report.text import factor, fixed, maybe, mode_name, one_decimal, share_or_dash
+from dspark_train.report.text import (
+    drawn,
+    factor,
+    fixed,
+    maybe,
+    mode_name,
+    one_decimal,
+    share_or_dash,
+    split_name,
+)
 from dspark_train.run import Curve
 from dspark_train.studies.rounds import AcceptanceStudy
 
@@ -19,24 +28,37 @@ def named(modes: Mapping[str, ModeResult]) -> dict[str, ModeResult]:
 
 
 def decoded_validation(config: Mapping[str, Any]) -> str:
-    """Say what validation by decoding is over: decoding 4 held-out prompts, greedy."""
+    """Say what validation by decoding is over: decoding 4 validation prompts, greedy."""
     trainer = config.get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
     for callback in callbacks if isinstance(callbacks, list) else []:
         if isinstance(callback, dict) and str(callback.get("class_path", "")).endswith("DecodeValidation"):
             settings = callback.get("init_args") or {}
-            split = str(settings.get("split", "heldout")).replace("heldout", "held-out")
+            split = split_name(str(settings.get("split", "validation")))
             sampling = figures.sampled(float(settings.get("temperature", 0.0)))
             return f"decoding {settings.get('prompts', 'some')} {split} prompts, {sampling}"
     return "by decoding"
 
 
-def learning(curves: dict[str, Curve], decoded: str = "by decoding") -> Section | None:
-    """Learning curves: loss terms, accepted length, acceptance per position, speed."""
+def learning(
+    curves: dict[str, Curve], decoded: str = "by decoding", answers: Mapping[str, Any] | None = None
+) -> Section | None:
+    """Learning curves: loss terms, accepted length, acceptance per position, speed.
+
+    Args:
+        curves: of the run.
+        decoded: what validation by decoding is over.
+        answers: how the answers of the data were drawn, where that is known.
+    """
     shown = [Figure(picture) for picture in learning_figures.learning(curves, decoded) if picture.drawable]
     if not shown:
         return None
-    lead = "Dashed lines are measured on held-out conversations. τ counts the target's own token."
+    how = f", drawn at {drawn(answers)}" if answers else ""
+    lead = (
+        "Dashed lines are measured on validation conversations. τ counts the target's own token. Expected τ is "
+        f"teacher-forced: what the two distributions would accept at temperature 1 along the set's own answers{how}. "
+        "What decoding accepts stands under Acceptance."
+    )
     return Section("learning", "Learning curves", lead, "Learning", shown, source="metrics.csv")
 
 
@@ -56,7 +78,10 @@ def acceptance(decode: DecodeResult, study: AcceptanceStudy | None = None) -> Se
             for d in domains
         ]
         tables.append(Table("Accepted length τ by domain", ["Domain", *modes], rows))
-    lead = "How often the target keeps a draft token, by its place in the block, decoding held-out prompts."
+    lead = (
+        "How often the target keeps a draft token, by its place in the block, "
+        f"decoding {split_name(decode.split or 'heldout')} prompts."
+    )
     if study is not None and (about := figures.over(study)):
         lead += f" By domain: over {about}."
     files = [name for name, used in (("decode.json", drawn), ("studies/acceptance.json", study)) if used]

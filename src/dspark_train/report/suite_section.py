@@ -9,7 +9,7 @@ from dspark_train.evaluation.summary import PLAIN, EvaluationResult, MethodResul
 from dspark_train.report import figures
 from dspark_train.report.page import Figure, Section, Table
 from dspark_train.report.pictures import Bar
-from dspark_train.report.tables import Cell, context_table
+from dspark_train.report.tables import Cell, conditions, context_table, paper_table
 from dspark_train.report.text import factor, fixed, share_or_dash, signed
 
 
@@ -40,11 +40,14 @@ def suites_section(name: str, evaluation: EvaluationResult) -> Section | None:
             tables.append(_difference_table(result, labels, mode))
         lengths.append(_macro_figure(result, labels, drafted, mode))
         positions.append(_position_figure(result, labels, drafted, mode))
+    if (compared := paper_table(evaluation)) is not None:
+        tables.append(Table(*compared))
     count = sum(suite.prompts for suite in evaluation.results[0].suites.values())
     lead = (
         f"{count} prompts; every method decodes the same ones. "
-        f"Intervals are {100 * evaluation.settings['confidence']:g} % bootstrap intervals over prompts."
-    )
+        f"Intervals are {100 * evaluation.settings['confidence']:g} % bootstrap intervals over prompts. "
+        f"{conditions(evaluation)}"
+    ).strip()
     return Section(
         "suites" if name == "suites" else f"suites-{name}",
         "Benchmark suites" if name == "suites" else f"Benchmark suites: {name}",

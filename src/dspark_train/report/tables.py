@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dspark_train.decoding.statistics import Estimate
+from dspark_train.evaluation import paper
 from dspark_train.evaluation.summary import PLAIN, EvaluationResult, MethodResult, SamplingResult
 from dspark_train.report.text import factor, fixed, interval, mode_name, share_or_dash, signed
 
@@ -73,13 +74,50 @@ def context_table(
     return f"Accepted length τ by position of the anchor, {mode_name(result.temperature)}", header, rows
 
 
+def conditions(evaluation: EvaluationResult) -> str:
+    """Say how an evaluation was made and where that differs from the paper's Table 1; empty for old ones."""
+    if "protocol" not in evaluation.settings:
+        return ""
+    different = paper.deviations(evaluation.settings)
+    made = (
+        "Suites of the hub have the reference implementation's wording, files their own; a domain is the mean of its "
+        "suites. "
+    )
+    if not different:
+        return f"{made}As in the paper's Table 1."
+    return f"{made}Not as in the paper's Table 1: {'; '.join(different)}."
+
+
+def paper_table(evaluation: EvaluationResult) -> tuple[str, list[str], list[list[Cell]]] | None:
+    """Our τ at temperature 1 beside the paper's: caption, header and rows; None where neither is there."""
+    result = next((one for one in evaluation.results if one.temperature == paper.TEMPERATURE), None)
+    if result is None or "target" not in evaluation.settings:
+        return None
+    suites = [name for name in result.suites if name in paper.SUITES]
+    if not suites:
+        return None
+    target = evaluation.settings["target"]
+    row = paper.row_of(target) or "Qwen3-4B"
+    own = [method["key"] for method in evaluation.methods if method["kind"] == "draft"]
+    drafters = paper.ACCEPTED_LENGTH[row]
+    rows: list[list[Cell]] = []
+    for name in suites:
+        ours: list[Cell] = [_estimate(result.suites[name].methods[key].tau, fixed) for key in own]
+        rows.append(
+            [name, *ours, *(fixed(paper.accepted_length(row, drafter, name)) for drafter in drafters)]
+        )
+    note = "" if paper.row_of(target) else f" ({target} is not among its targets)"
+    header = ["Suite", *(evaluation.labels[key] for key in own), *(f"paper's {d}, {row}" for d in drafters)]
+    return f"Accepted length τ at temperature 1, beside the paper's Table 1{note}", header, rows
+
+
 def evaluation_markdown(evaluation: EvaluationResult) -> str:
     """Write τ, speedup, acceptance by position and calibration error of every suite and method as Markdown.
 
     The paired differences between methods follow.
     """
     labels = {key: label for key, label in evaluation.labels.items() if key != PLAIN}
-    parts = []
+    parts = [conditions(evaluation)] if conditions(evaluation) else []
     for result in evaluation.results:
         header = ["Suite"]
         for label in labels.values():
@@ -102,6 +140,8 @@ def evaluation_markdown(evaluation: EvaluationResult) -> str:
             parts.append(
                 f"{pair}: τ {_estimate(difference.macro, signed)}, {100 * difference.relative:+.1f} %"
             )
+    if (table := paper_table(evaluation)) is not None:
+        parts.append(f"**{table[0]}**\n\n{markdown_table(*table[1:])}")
     for suite, indices in evaluation.settings.get("too_long", {}).items():
         those = "1 prompt was" if len(indices) == 1 else f"{len(indices)} prompts were"
         parts.append(f"{suite}: {those} longer than the target's context and left out.")

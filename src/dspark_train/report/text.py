@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def fixed(value: float, digits: int = 2) -> str:
@@ -81,6 +82,19 @@ def share_or_dash(value: float | None) -> str:
 def mode_name(temperature: float) -> str:
     """Name a sampling temperature: Greedy, Temperature 1."""
     return "Greedy" if temperature == 0 else f"Temperature {temperature:g}"
+
+
+def split_name(split: str) -> str:
+    """Name a split inside a sentence: validation, test, or held-out in runs of earlier versions."""
+    return "held-out" if split == "heldout" else split
+
+
+def drawn(answers: Mapping[str, Any]) -> str:
+    """Say how a set's answers were drawn: temperature 0.7, top-p 0.8, top-k 20."""
+    named = {name: name.replace("_", "-") for name in answers}
+    known = [f"{named[name]} {value:g}" for name, value in answers.items() if isinstance(value, int | float)]
+    left = [named[name] for name, value in answers.items() if not isinstance(value, int | float)]
+    return ", ".join([*known, *([f"{' and '.join(left)} of the target's generation config"] if left else [])])
 
 
 def signed(value: float, digits: int = 2) -> str:

@@ -16,8 +16,10 @@ from dspark_train.progress import stage
 from dspark_train.run import Dtype, Run
 from dspark_train.structures import DecodingTrace
 
-Split = Literal["calibration", "heldout"]
-"""Splits that rounds are recorded on: scalings are fitted on the first and judged on the second."""
+Split = Literal["calibration", "validation", "test"]
+"""Splits that rounds are recorded on: scalings are fitted on the first, what is tuned by hand is tuned on the second,
+what is reported is measured on the third.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def recorded_rounds(
     trace = None if recording.refresh else run.trace(split, rule.label)
     if trace is not None:
         known = f"{len(trace.request)} rounds of {len(trace.request.unique())} prompts"
-        say(f"{split}: {known} are in {path} (--refresh true decodes)")
+        say(f"{split}: {known} are in {run.recorded_path(split, rule.label)} (--refresh true decodes)")
         return trace
     from dspark_train.decoding.decoder import Decoder
     from dspark_train.decoding.measure import interleave

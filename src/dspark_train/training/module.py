@@ -256,7 +256,7 @@ class DSparkModule(LightningModule):
         return loss * loss_scale(self.trainer)
 
     def validation_step(self, prepared: PreparedBatch, batch_idx: int) -> None:
-        """The same terms on held-out conversations, with fixed anchors."""
+        """The same terms on validation conversations, with fixed anchors."""
         _, terms = self.compute(prepared)
         self.metrics("val").update(terms)
 

@@ -14,8 +14,8 @@ from dspark_train.training.budget import TimeBudget
 SHOWN = {
     "train/loss": "loss {:.3f}",
     "train/tau": "τ {:.2f}",
-    "val/loss": "held-out loss {:.3f}",
-    "val/tau": "held-out τ {:.2f}",
+    "val/loss": "validation loss {:.3f}",
+    "val/tau": "validation, expected τ {:.2f}",
     "decode/tau": "decoded τ {:.2f}",
     "decode/speedup": "speedup {:.2f}×",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -62,7 +62,7 @@ class TrainingProgress(ProgressBar):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the batches of a validation."""
         total = sum(int(count) for count in trainer.num_val_batches if count != float("inf"))
-        self._checked = self._validation.enter_context(stage("held-out conversations", total, "batches"))
+        self._checked = self._validation.enter_context(stage("validation conversations", total, "batches"))
 
     def on_validation_batch_end(self, *arguments: Any, **named: Any) -> None:
         """Advance."""
