@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dspark_train.calibration.metrics import expected_calibration_error
+from dspark_train.calibration.selection import verified_slots
 from dspark_train.calibration.sts import survival
 from dspark_train.data.conversations import Prompt
 from dspark_train.decoding.acceptance import acceptance_by_position
@@ -108,7 +109,7 @@ def metrics(trace: DecodingTrace) -> dict[str, float]:
             found[f"accept_{position + 1}"] = rate
     if not trace.confidence_logits.isnan().any():
         error = expected_calibration_error(
-            survival(trace.confidence_logits.double()), trace.prefix_accepted, trace.observed
+            survival(trace.confidence_logits.double()), trace.prefix_accepted, verified_slots(trace)
         )
         found["ece"] = float(error.nanmean())
     return found
