@@ -439,6 +439,13 @@ RESULT_VERSION = 1
 Result = TypeVar("Result")
 
 
+def renamed(name: str, earlier: str) -> Any:
+    """Annotation of a result's field ``name``: files of earlier versions have it under another key."""
+    from pydantic import AliasChoices, Field
+
+    return Field(validation_alias=AliasChoices(name, earlier))
+
+
 def write_result(path: Path, result: Any) -> None:
     """Write a dataclass as JSON with a version; NaN becomes null."""
     from pydantic import TypeAdapter

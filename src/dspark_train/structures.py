@@ -121,8 +121,9 @@ class DraftOutput(TensorStruct):
 class DecodingTrace(TensorStruct):
     """What speculative decoding did, round by round. Rounds of one request appear in order.
 
-    ``accepted`` is what verification accepted; ``committed`` is what reached the output, which is
-    ``accepted + 1`` unless a stop token or a limit cut the round short.
+    A round counts up to the first end token that the draft proposed: what lies behind it was never trained, and
+    nobody reads it. That is cut by what was proposed, not by what was accepted, so counting stays fair. ``committed``
+    reached the output: ``accepted + 1``, or ``accepted`` where an accepted end token ended the answer.
     """
 
     request: Tensor
@@ -134,7 +135,7 @@ class DecodingTrace(TensorStruct):
     confidence_logits: Tensor
     """``[R, γ]`` float32: raw, before any temperature; NaN where the draft has no confidence head."""
     verify_length: Tensor
-    """``[R]`` int64 in 0..γ: how many draft tokens were handed to the target."""
+    """``[R]`` int64 in 0..γ: how many draft tokens, up to an end token, were handed to the target."""
     accepted: Tensor
     """``[R]`` int64 in 0..verify_length."""
     committed: Tensor
@@ -143,6 +144,30 @@ class DecodingTrace(TensorStruct):
     """Sampling temperature of target and draft; 0 is greedy."""
     domains: tuple[str, ...] = ()
     """Domain of each request (empty where unknown)."""
+    raw_verify_length: Tensor | None = None
+    """``[R]`` int64: ``verify_length`` with what lies behind an end token; None where nothing was cut."""
+    raw_accepted: Tensor | None = None
+    """``[R]`` int64: ``accepted`` with what lies behind an end token; None where nothing was cut."""
+
+    @property
+    def uncut(self) -> DecodingTrace:
+        """The same rounds with what lies behind end tokens, as the counters of engines have them."""
+        if self.raw_verify_length is None or self.raw_accepted is None:
+            return self
+        return dataclasses.replace(self, verify_length=self.raw_verify_length, accepted=self.raw_accepted)
+
+    def cut(self, end_tokens: Tensor) -> DecodingTrace:
+        """The same rounds, each up to the first of ``end_tokens`` ``[E]`` that was proposed; raw counts are kept."""
+        whole = self.uncut
+        ends = torch.isin(self.proposed, end_tokens)
+        slots = torch.where(ends.any(1), ends.int().argmax(1) + 1, self.block_size)
+        return dataclasses.replace(
+            self,
+            verify_length=whole.verify_length.minimum(slots),
+            accepted=whole.accepted.minimum(slots),
+            raw_verify_length=whole.verify_length,
+            raw_accepted=whole.accepted,
+        )
 
     @property
     def block_size(self) -> int:
@@ -176,17 +201,19 @@ class DecodingTrace(TensorStruct):
 
         from safetensors.torch import save_file
 
+        whole = self.uncut
+        kept = dataclasses.replace(self, raw_verify_length=whole.verify_length, raw_accepted=whole.accepted)
         tensors = {
-            field.name: getattr(self, field.name).contiguous().cpu()
-            for field in dataclasses.fields(self)
-            if isinstance(getattr(self, field.name), Tensor)
+            field.name: value.detach().cpu().clone()
+            for field in dataclasses.fields(kept)
+            if isinstance(value := getattr(kept, field.name), Tensor)
         }
         metadata = {"temperature": repr(self.temperature), "domains": json.dumps(list(self.domains))}
         save_file(tensors, str(path), metadata=metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> DecodingTrace:
-        """Read what :meth:`save` wrote."""
+        """Read what :meth:`save` wrote; rounds of earlier versions are cut at their end tokens."""
         import json
 
         from safetensors import safe_open
@@ -194,11 +221,16 @@ class DecodingTrace(TensorStruct):
         with safe_open(str(path), framework="pt") as file:
             fields: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
-        return cls(
+        loaded = cls(
             **fields,
             temperature=float(metadata["temperature"]),
             domains=tuple(json.loads(metadata["domains"])),
         )
+        if loaded.raw_accepted is not None or not loaded.block_size:
+            return loaded
+        stopped = loaded.committed <= loaded.accepted  # by the end token that was committed last
+        last = (loaded.committed[stopped] - 1)[:, None]
+        return loaded.cut(loaded.proposed[stopped].gather(1, last).unique())
 
     @classmethod
     def concatenate(cls, traces: list[DecodingTrace]) -> DecodingTrace:
@@ -214,6 +246,12 @@ class DecodingTrace(TensorStruct):
             domains.extend(trace.domains)
         names = ("anchor", "proposed", "confidence_logits", "verify_length", "accepted", "committed")
         joined = {name: torch.cat([getattr(trace, name) for trace in traces]) for name in names}
+        whole = [trace.uncut for trace in traces]
         return cls(
-            request=torch.cat(requests), temperature=traces[0].temperature, domains=tuple(domains), **joined
+            request=torch.cat(requests),
+            temperature=traces[0].temperature,
+            domains=tuple(domains),
+            raw_verify_length=torch.cat([trace.verify_length for trace in whole]),
+            raw_accepted=torch.cat([trace.accepted for trace in whole]),
+            **joined,
         )

@@ -136,7 +136,7 @@ def test_studies_write_tables_and_plots(run, capsys):
     assert sweep["temperatures"] == read_sts(Run(run), "greedy", GAMMA) != None  # noqa: E711
     points = sweep["groups"]["all"]
     assert points[0]["threshold"] == 0
-    assert points[-1]["acceptance_rate"] > points[0]["acceptance_rate"] + 0.2
+    assert points[-1]["draft_acceptance_rate"] > points[0]["draft_acceptance_rate"] + 0.2
     acceptance = read(run / "studies" / "acceptance.json")["groups"]["all"]
     assert len(acceptance["conditional"]) == GAMMA
     reliability = read(run / "studies" / "reliability.json")

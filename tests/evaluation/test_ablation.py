@@ -244,7 +244,9 @@ def test_shipped_grid_holds_settings_that_fit_accepts(
 
     monkeypatch.chdir(ROOT)
     ablation = read_ablation(Path("configs/ablate_quickstart.yaml"))
-    assert {study.name for study in ablation.studies} == {"layers", "block", "head", "taps"}
+    assert {study.name for study in ablation.studies} == {"layers", "draft_length", "head", "taps"}
+    lengths = ablation.axes["draft_length"].items()  # with the anchor, as in the paper
+    assert all(settings == {"draft.block_size": int(length) - 1} for length, settings in lengths)
     cell = ablation.cell({axis: next(iter(choices)) for axis, choices in ablation.axes.items()})
     with pytest.raises(SystemExit) as ended:
         main([*fit_arguments(ablation, cell), "--print_config"])

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 import torch
 
+from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.errors import UserError
 from dspark_train.files import read_result, write_result
 from dspark_train.structures import DecodingTrace
@@ -31,13 +34,13 @@ def test_sweep_by_hand():
     assert list(sweep) == ["all", "chat", "math"]
     # θ = 0 verifies 12, accepts 5; θ = 0.5 verifies 3 + 1 + 2 + 0, accepts 3 + 1 + 1 + 0; 0.99 verifies none
     assert column(sweep["all"], "threshold") == [0.0, 0.5]
-    assert column(sweep["all"], "acceptance_rate") == [5 / 12, 5 / 6]
+    assert column(sweep["all"], "draft_acceptance_rate") == [5 / 12, 5 / 6]
     assert column(sweep["all"], "tokens_per_round") == [9 / 4, 9 / 4]
     assert column(sweep["all"], "verified_per_round") == [3, 6 / 4]
     assert column(sweep["all"], "rejected_per_round") == [7 / 4, 1 / 4]
-    assert column(sweep["all"], "tokens_per_row") == [9 / 16, 9 / 10]
-    assert column(sweep["math"], "acceptance_rate") == [4 / 6, 1]
-    assert column(sweep["chat"], "acceptance_rate") == [1 / 6, 1 / 2]
+    assert column(sweep["all"], "acceptance_rate_with_bonus") == [9 / 16, 9 / 10]
+    assert column(sweep["math"], "draft_acceptance_rate") == [4 / 6, 1]
+    assert column(sweep["chat"], "draft_acceptance_rate") == [1 / 6, 1 / 2]
 
 
 def test_a_stored_sweep_is_the_computed_one(tmp_path):
@@ -73,7 +76,29 @@ def test_sweep_laws():
         assert column(points, name) == sorted(column(points, name), reverse=True)
     assert points[0].tokens_per_round == pytest.approx(trace.accepted_length)
     # honest confidences sort good from bad
-    assert points[14].acceptance_rate > points[0].acceptance_rate + 0.2
+    assert points[14].draft_acceptance_rate > points[0].draft_acceptance_rate + 0.2
+    assert points[0].acceptance_rate_with_bonus == pytest.approx(trace.accepted_length / 6)
+
+
+def test_an_accepted_end_token_is_the_last_token_of_its_round():
+    """The first round ends with an end token in slot 2: it makes two tokens, not the target's own besides."""
+    ended = by_hand(
+        verify_length=torch.tensor([2, 3, 3, 3]), accepted=torch.tensor([2, 1, 1, 0]),
+        committed=torch.tensor([2, 2, 2, 1]),
+    )  # fmt: skip
+    point = threshold_sweep(ended, thresholds=[0.0])["all"][0]
+    assert point.tokens_per_round == ended.accepted_length == acceptance_by_position(ended)[0].tau == 7 / 4
+    assert point.acceptance_rate_with_bonus == 7 / 15
+
+
+def test_sweeps_of_earlier_versions_are_read_under_their_new_names(tmp_path):
+    point = {
+        "threshold": 0.0, "acceptance_rate": 0.377, "tokens_per_round": 2.0, "verified_per_round": 5.0,
+        "rejected_per_round": 3.1, "tokens_per_row": 0.455,
+    }  # fmt: skip
+    (tmp_path / "sweep.json").write_text(json.dumps({"groups": {"all": [point]}}))
+    (read,) = read_result(tmp_path / "sweep.json", ThresholdStudy).groups["all"]
+    assert (read.draft_acceptance_rate, read.acceptance_rate_with_bonus) == (0.377, 0.455)
 
 
 def test_drift_goes_from_the_easy_domain_to_the_hard_one():

@@ -5,6 +5,8 @@ R  decoding rounds      γ  block size
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,9 @@ def split_by_domain(trace: DecodingTrace) -> dict[str, DecodingTrace]:
 
 def select_rounds(trace: DecodingTrace, rounds: Tensor) -> DecodingTrace:
     """The rounds chosen by a mask or by indices ``[R]``; requests keep their numbers."""
-    names = ("request", "anchor", "proposed", "confidence_logits", "verify_length", "accepted", "committed")
-    chosen = {name: getattr(trace, name)[rounds] for name in names}
-    return DecodingTrace(temperature=trace.temperature, domains=trace.domains, **chosen)
+    chosen = {
+        field.name: value[rounds]
+        for field in dataclasses.fields(trace)
+        if isinstance(value := getattr(trace, field.name), Tensor)
+    }
+    return dataclasses.replace(trace, **chosen)

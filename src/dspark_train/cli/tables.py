@@ -60,10 +60,10 @@ def print_thresholds(study: ThresholdStudy) -> None:
     def cell(point: ThresholdPoint | None) -> str:
         if point is None:  # nothing was verified, and a round gives the target's own token
             return "– (1.00)"
-        return f"{_share(point.acceptance_rate)} ({point.tokens_per_round:.2f})"
+        return f"{_share(point.acceptance_rate_with_bonus)} ({point.tokens_per_round:.2f})"
 
     _print(
-        "Threshold sweep: accepted share of verified tokens in % (tokens per round)",
+        "Threshold sweep: acceptance rate in %, the target's own token included (tokens per round)",
         ["threshold", *study.groups],
         [
             [f"{threshold:.2f}", *(cell(column.get(threshold)) for column in columns)]

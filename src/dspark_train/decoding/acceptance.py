@@ -23,7 +23,7 @@ class PositionAcceptance:
     """A domain, or ``all``."""
     rounds: int
     tau: float
-    """Tokens per round: accepted draft tokens and the target's own."""
+    """Tokens per round that reached the output, the target's own included."""
     conditional: list[float | None]
     """Share of slot ``k``'s tokens accepted, of those whose earlier ones all were; None where none were."""
     low: list[float | None]
@@ -50,7 +50,7 @@ def _acceptance(group: str, trace: DecodingTrace) -> PositionAcceptance:
     return PositionAcceptance(
         group=group,
         rounds=len(trace.request),
-        tau=float(trace.accepted.double().mean()) + 1,
+        tau=trace.accepted_length,
         conditional=[hits / count if count else None for hits, count in zip(kept, reached, strict=True)],
         low=[bound[0] if bound else None for bound in bounds],
         high=[bound[1] if bound else None for bound in bounds],

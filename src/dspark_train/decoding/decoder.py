@@ -386,15 +386,20 @@ class ActiveRun:
         proposed = [[] for _ in active] if proposal is None else proposal.tokens.tolist()
         self.timings.rounds += 1
         self.timings.rows += sum(counts)
+        lengths, kept_tokens = [], []
         for slot, request in enumerate(active):
             taken = request.commit([*proposed[slot][: accepted[slot]], following[slot]])
             rounds.committed.append(taken)
+            lengths.append(request.counted(proposed[slot][: counts[slot] - 1]))
+            kept_tokens.append(min(accepted[slot], lengths[-1]))
         rounds.requests += [request.index for request in active]
         rounds.anchors += positions
         rounds.proposed += proposed
-        rounds.lengths += [count - 1 for count in counts]
-        rounds.accepted += accepted
-        verified, kept = torch.tensor(counts) - 1, torch.tensor(accepted)
+        rounds.lengths += lengths
+        rounds.accepted += kept_tokens
+        rounds.raw_lengths += [count - 1 for count in counts]
+        rounds.raw_accepted += accepted
+        verified, kept = torch.tensor(lengths), torch.tensor(kept_tokens)
         if proposal is not None and proposal.confidence_logits is not None:
             rounds.confidence.append(proposal.confidence_logits)
             if self.decoder.online is not None:

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -18,6 +18,7 @@ from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.statistics import Array, Sampled, bootstrap_weights, ratio
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
+from dspark_train.files import renamed
 from dspark_train.progress import stage
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
@@ -273,8 +274,12 @@ class ModeResult:
     tau: float
     acceptance: ShareResult = field(default_factory=ShareResult)
     verified_rows_per_round: float | None = None
-    """Token rows that the target verifies per round, anchors included."""
-    tokens_per_row: float | None = None
+    """Rows that the target verifies per round up to an end token, the anchor's included: the verification budget
+    (paper, Figure 8)."""
+    acceptance_rate_with_bonus: Annotated[
+        float | None, renamed("acceptance_rate_with_bonus", "tokens_per_row")
+    ] = None
+    """Tokens that reach the output over these rows, the target's own included (paper, Figure 5)."""
     plain: SideResult | None = None
     speculative: SideResult | None = None
     speedup: SpeedupResult | None = None
@@ -343,7 +348,7 @@ def mode_result(found: Comparison, seed: int = 0, sts: Sequence[float] | None = 
         tau=found.trace.accepted_length,
         acceptance=ShareResult(whole.conditional, whole.cumulative),
         verified_rows_per_round=float(found.trace.verify_length.double().mean()) + 1,
-        tokens_per_row=_tokens_per_row(found.trace),
+        acceptance_rate_with_bonus=_acceptance_rate(found.trace),
         plain=_side(found.plain),
         speculative=_side(found.speculative),
         speedup=SpeedupResult(found.speedup, low, high, f"(95 % over {len(found.groups)} {groups})"),
@@ -420,6 +425,6 @@ def _sampled_seconds(results: Sequence[GenerationResult], weights: Array) -> Sam
     return ratio([r.timings.total for r in results], [float(r.timings.tokens) for r in results], weights)
 
 
-def _tokens_per_row(trace: DecodingTrace) -> float:
+def _acceptance_rate(trace: DecodingTrace) -> float:
     rows = trace.verify_length + 1
     return float(trace.committed.sum()) / max(1, int(rows.sum()))

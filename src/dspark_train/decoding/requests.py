@@ -52,6 +52,10 @@ class Request:
                 break
         return taken
 
+    def counted(self, proposed: list[int]) -> int:
+        """Draft tokens of a round that count: those up to the first end token that was proposed."""
+        return next((slot for slot, token in enumerate(proposed, 1) if token in self.stops), len(proposed))
+
 
 @dataclass
 class RoundLog:
@@ -65,6 +69,8 @@ class RoundLog:
     lengths: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
+    raw_lengths: list[int] = field(default_factory=list)
+    raw_accepted: list[int] = field(default_factory=list)
 
     def trace(self, temperature: float, domains: Sequence[str]) -> DecodingTrace:
         """Join them; slots that were not drawn hold token -1 and confidence NaN."""
@@ -73,8 +79,11 @@ class RoundLog:
         logits = torch.full((count, slots), float("nan"))
         known = torch.cat(self.confidence).cpu() if self.confidence else logits[:, :0]
         logits[:, : known.shape[1]] = known
-        integers = (self.requests, self.anchors, self.lengths, self.accepted, self.committed)
-        request, anchor, lengths, accepted, committed = (torch.tensor(v, dtype=torch.int64) for v in integers)
+        counts = (self.requests, self.anchors, self.lengths, self.accepted, self.committed)
+        integers = (
+            torch.tensor(v, dtype=torch.int64) for v in (*counts, self.raw_lengths, self.raw_accepted)
+        )
+        request, anchor, lengths, accepted, committed, raw_lengths, raw_accepted = integers
         return DecodingTrace(
             request=request,
             anchor=anchor,
@@ -85,6 +94,8 @@ class RoundLog:
             committed=committed,
             temperature=temperature,
             domains=tuple(domains),
+            raw_verify_length=raw_lengths,
+            raw_accepted=raw_accepted,
         )
 
 

@@ -314,13 +314,13 @@ def own_rounds(
 
     Engines verify the whole block in the round that reaches the limit, and count what it accepts before they
     cut the answer. So the decoder runs one block further, and the rounds that began before the limit are
-    kept.
+    kept, each with what lies behind an end token.
     """
     from dspark_train.calibration.selection import select_rounds
     from dspark_train.decoding.decoder import generate
 
     result = generate(target, draft, prompts, max_new_tokens=max_new_tokens + draft.config.block_size)
-    trace = result.trace
+    trace = result.trace.uncut
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     begun = trace.anchor - lengths[trace.request] + 1
     return [tokens[:max_new_tokens] for tokens in result.tokens], select_rounds(trace, begun < max_new_tokens)

@@ -117,9 +117,9 @@ def thresholds(study: ThresholdStudy) -> list[Lines]:
     pictures = []
     for measure, title, axis in (
         (
-            "acceptance_rate",
-            "Accepted share of verified draft tokens",
-            Axis("accepted", 0.0, 1.0, text=percent),
+            "acceptance_rate_with_bonus",
+            "Acceptance rate, the target's own token included",
+            Axis("tokens per row", 0.0, 1.0, text=percent),
         ),
         ("tokens_per_round", "Tokens per round", Axis("tokens")),
         ("verified_per_round", "Draft tokens verified per round", Axis("draft tokens", low=0.0)),

@@ -149,7 +149,7 @@ def speed(decode: DecodeResult) -> Section | None:
             "Speculative tokens/s": fixed(speculative.tokens_per_second, 1),
             "Speedup": "–" if mode.speedup is None else factor(mode.speedup.value),
             "τ": fixed(mode.tau),
-            "Rows per round": maybe(mode.verified_rows_per_round, one_decimal),
+            "Rows per round, anchor included": maybe(mode.verified_rows_per_round, one_decimal),
             "Plain ms/step": maybe(plain.round_milliseconds, one_decimal),
             "Speculative ms/round": maybe(speculative.round_milliseconds, one_decimal),
         }

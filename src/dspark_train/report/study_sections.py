@@ -24,11 +24,11 @@ def thresholds(study: ThresholdStudy | None) -> Section | None:
     """The threshold sweep: acceptance rate and tokens per round against a static confidence threshold."""
     if study is None or not any(study.groups.values()):
         return None
-    writers = {"acceptance_rate": share}
+    writers = {"acceptance_rate_with_bonus": share}
     shown = []
     for picture, measure in zip(
         figures.thresholds(study),
-        ("acceptance_rate", "tokens_per_round", "verified_per_round", "rejected_per_round"),
+        ("acceptance_rate_with_bonus", "tokens_per_round", "verified_per_round", "rejected_per_round"),
         strict=True,
     ):
         columns = [{p.threshold: getattr(p, measure) for p in points} for points in study.groups.values()]
@@ -42,7 +42,8 @@ def thresholds(study: ThresholdStudy | None) -> Section | None:
         shown.append(Figure(picture, table=table))
     lead = (
         "Verification stops at the first draft token whose confidence lies below the threshold. "
-        "A higher one wastes fewer rows of the target and commits fewer tokens per round." + _of(study)
+        "A higher one wastes fewer rows of the target and commits fewer tokens per round. The acceptance rate "
+        "counts the target's own token and the anchor's row." + _of(study)
     )
     source = "studies/threshold_sweep.json"
     return Section("threshold", "Threshold sweep", lead, "Threshold", shown, source=source)

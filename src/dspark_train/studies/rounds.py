@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
@@ -20,6 +21,7 @@ from dspark_train.calibration.sts import conditional
 from dspark_train.decoding.acceptance import PositionAcceptance, groups, require_rounds
 from dspark_train.decoding.policies import threshold_lengths
 from dspark_train.errors import UserError
+from dspark_train.files import renamed
 from dspark_train.structures import DecodingTrace
 from dspark_train.studies.drift import DriftPoint, replay_drift
 
@@ -53,16 +55,17 @@ class ThresholdPoint:
     """Verification of recorded rounds with one static threshold."""
 
     threshold: float
-    acceptance_rate: float
-    """Accepted share of the verified draft tokens."""
+    acceptance_rate_with_bonus: Annotated[float, renamed("acceptance_rate_with_bonus", "tokens_per_row")]
+    """Tokens over verified rows, the target's own token and the anchor's row included (paper, Figure 5): at
+    threshold 0, τ / (γ + 1)."""
+    draft_acceptance_rate: Annotated[float, renamed("draft_acceptance_rate", "acceptance_rate")]
+    """Accepted share of the verified draft tokens, the target's own left out."""
     tokens_per_round: float
-    """τ: accepted draft tokens and the target's own."""
+    """τ: tokens that reach the output, the target's own included."""
     verified_per_round: float
-    """Draft tokens."""
+    """Draft tokens; the verification budget (paper, Figure 8) is one more, the anchor."""
     rejected_per_round: float
     """Draft tokens."""
-    tokens_per_row: float
-    """Tokens per verified row, the anchor's row included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +108,19 @@ def _sweep(
     lengths = torch.stack([threshold_lengths(confidence, threshold) for threshold in thresholds])
     verified = lengths.minimum(trace.verify_length)  # [G, R]
     accepted = verified.minimum(trace.accepted)
+    tokens = (accepted + 1).minimum(trace.committed)  # an accepted end token is the last
     rounds = len(trace.request)
-    sums = zip(thresholds, accepted.sum(1).tolist(), verified.sum(1).tolist(), strict=True)
+    sums = zip(*(values.sum(1).tolist() for values in (accepted, verified, tokens)), strict=True)
     return [
         ThresholdPoint(
             threshold=threshold,
-            acceptance_rate=kept / checked,
-            tokens_per_round=kept / rounds + 1,
+            acceptance_rate_with_bonus=made / (checked + rounds),
+            draft_acceptance_rate=kept / checked,
+            tokens_per_round=made / rounds,
             verified_per_round=checked / rounds,
             rejected_per_round=(checked - kept) / rounds,
-            tokens_per_row=(kept + rounds) / (checked + rounds),
         )
-        for threshold, kept, checked in sums
+        for threshold, (kept, checked, made) in zip(thresholds, sums, strict=True)
         if checked
     ]
 

@@ -132,7 +132,9 @@ class Replay:
         shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         request, order = (shuffled[trace.request] if endless else trace.request).sort(stable=True)
         self.logits, self.sts = trace.confidence_logits[order].to(torch.float64), sts
-        self.accepted, self.verifiable = trace.accepted[order], trace.verify_length[order]
+        self.accepted, self.counted = trace.accepted[order], trace.verify_length[order]
+        self.verifiable = trace.uncut.verify_length[order]
+        """Draft tokens that cost a row; those up to an end token, ``counted``, say something."""
         _, owner, rounds = request.unique_consecutive(return_inverse=True, return_counts=True)
         self.last = rounds.cumsum(0) - 1
         """Last round of each recorded request."""
@@ -219,9 +221,10 @@ def play(replay: Replay, policy: Policy, steps: int | None = None) -> Steps:
         rounds = replay.round
         lengths = choose(replay.confidence(rounds)).minimum(replay.verifiable[rounds])
         accepted = lengths.minimum(replay.accepted[rounds])
-        policy.update(lengths, accepted)
+        counted = lengths.minimum(replay.counted[rounds])
+        policy.update(counted, accepted)
         if isinstance(replay.sts, OnlineSts):
-            replay.sts.update(replay.logits[rounds], lengths, accepted)
+            replay.sts.update(replay.logits[rounds], counted, accepted)
         moved = replay.advance(accepted + 1)
         sums = (int(lengths.sum()), int(moved.sum()), int(accepted.sum()))
         counts.append((len(rounds), *sums, int(lengths.max()) + 1))
