@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from dspark_train.decoding.policies import causal_lengths
+from dspark_train.decoding.policies import FixedLength, causal_lengths
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.draft.recipe import DraftRecipe, build_config
 from dspark_train.run import Run, environment
@@ -113,7 +113,7 @@ def measure(target: FrozenTarget, draft: DSparkDraft, options: argparse.Namespac
                 target,
                 draft if length else None,
                 requests=requests,
-                length=length,
+                policy=FixedLength(length),
                 context=options.context,
                 repetitions=repetitions,
                 found=rounds[shape],

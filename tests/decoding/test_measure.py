@@ -31,7 +31,7 @@ from dspark_train.decoding.measure import (
     mode_result,
     pieces,
 )
-from dspark_train.decoding.policies import OnlineThreshold
+from dspark_train.decoding.policies import FixedLength, OnlineThreshold
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.timing import Timings
 from dspark_train.errors import UserError
@@ -173,7 +173,9 @@ def test_sweeps_add_up_and_means_count_what_is_rare() -> None:
 
 def test_rounds_are_timed_at_the_rows_asked_for() -> None:
     target = tiny_target()
-    cost = time_rounds(target, tiny_draft(target), requests=3, length=2, context=8, repetitions=3, warm_up=1)
+    cost = time_rounds(
+        target, tiny_draft(target), requests=3, policy=FixedLength(2), context=8, repetitions=3, warm_up=1
+    )
     assert len(cost.target) == len(cost.draft) == len(cost.overhead) == 3
     assert all(value > 0 for value in (*cost.target, *cost.draft))
 

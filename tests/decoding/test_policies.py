@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.policies import (
+    Filled,
     FixedLength,
     FollowingSts,
-    OneBlock,
     OnlineThreshold,
     Scheduled,
     ScheduledAsync,
@@ -25,6 +25,7 @@ from dspark_train.decoding.policies import (
     causal_lengths,
     convex_below,
     parse_policy,
+    resampled,
     threshold_lengths,
     top_lengths,
 )
@@ -171,6 +172,84 @@ def test_asynchronous_search_passes_a_dip_that_stops_the_causal_one() -> None:
     assert int(capacity(survival, curve)) == 3
 
 
+def stairs(steps: list[tuple[int, float]], rows: int = 400) -> CostTable:
+    """Passes of 10 ms and 0.01 ms a row that cost a share more from each given row on."""
+    points = sorted({1, rows, *(row - 1 for row, _ in steps), *(row for row, _ in steps)})
+    seconds = tuple(
+        (0.01 + 1e-5 * row) * math.prod(1 + share for start, share in steps if row >= start) for row in points
+    )
+    return CostTable(64, tuple(points), seconds, seconds, seconds)
+
+
+def made_up(requests: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Confidences and survivals ``[R, 5]``."""
+    confidence = torch.rand(requests, 5, generator=torch.Generator().manual_seed(seed)).double().sqrt()
+    return confidence, confidence.cumprod(1)
+
+
+JAGGED = stairs([(17, 0.05), (33, 0.29), (65, 0.12), (97, 0.2), (129, 0.29)])
+
+
+@MANY
+@given(st.integers(1, 30), st.integers(0, 2**31))
+def test_asynchronous_capacity_is_the_best_of_the_measured_costs(requests: int, seed: int) -> None:
+    """On a table with steps of 5 to 29 %: the K of a plain search over every K, steps included."""
+    confidence, survival = made_up(requests, seed)
+    chosen = ScheduledAsync(JAGGED).start()
+    verified = [int(chosen(confidence).sum()) for _ in range(3)][-1]
+    best = survival.flatten().sort(descending=True).values.tolist()
+    rates = [
+        (requests + sum(best[:k])) / float(JAGGED.seconds(torch.tensor(requests + k)))
+        for k in range(len(best) + 1)
+    ]
+    assert rates[verified] == pytest.approx(max(rates), rel=1e-12)
+
+
+def test_what_a_search_without_the_steps_loses() -> None:
+    """Percent of throughput on the jagged table, at several loads; the causal form has to pay it."""
+    lost = []
+    for requests in (6, 12, 20, 28):
+        confidence, survival = made_up(requests, 0)
+        best = torch.cat([torch.zeros(1), survival.flatten().sort(descending=True).values]).cumsum(0)
+
+        def throughput(count: int, best: Tensor = best, requests: int = requests) -> float:
+            return float((requests + best[count]) / JAGGED.seconds(torch.tensor(requests + count)))
+
+        chosen = ScheduledAsync(JAGGED).start()
+        searched = [int(chosen(confidence).sum()) for _ in range(3)][-1]
+        stopped = int(Scheduled(JAGGED).start()(confidence).sum())
+        lost.append(1 - throughput(stopped) / throughput(searched))
+    assert min(lost) >= 0
+    assert max(lost) > 0.05
+
+
+@MANY
+@given(st.lists(st.integers(1, 12), min_size=3, max_size=8), st.integers(0, 2**31))
+def test_asynchronous_capacity_follows_the_number_of_requests(counts: list[int], seed: int) -> None:
+    """Where requests behave alike, K is what these requests would get, however many there were two steps before."""
+    block = torch.rand(1, 4, generator=torch.Generator().manual_seed(seed)).double()
+    curve = JAGGED
+    chosen = ScheduledAsync(curve).start()
+    for step, count in enumerate(counts):
+        confidence = block.expand(count, -1)
+        verified = int(chosen(confidence).sum())
+        if step >= 2:
+            sps = curve.rounds_per_second(count, 5 * count)
+            assert verified == int(capacity(confidence.cumprod(1), sps))
+
+
+@MANY
+@given(confidences(), st.integers(1, 6))
+def test_resampled_survivals_are_distributed_alike(confidence: Tensor, requests: int) -> None:
+    survival = confidence.cumprod(1)
+    other = resampled(survival, requests)
+    assert other.shape == (requests, survival.shape[1])
+    assert bool((other.flatten().diff() <= 0).all()) or requests == len(survival)
+    assert bool(torch.isin(other, survival).all())
+    whole = resampled(survival, requests * len(survival))
+    torch.testing.assert_close(whole.mean(), survival.mean())
+
+
 # -- the paper's counterexample -----------------------------------------------------------------------------
 
 
@@ -230,7 +309,8 @@ def test_fixed_length_is_bounded_by_the_block() -> None:
     for length, expected in ((None, 3), (0, 0), (2, 2), (9, 3)):
         assert FixedLength(length).start()(confidence).tolist() == [expected] * 2
         assert FixedLength(length).depth(3) == expected
-    assert OneBlock().start()(confidence).tolist() == [confidence.shape[1], 0]
+    for tokens, expected in ((0, [0, 0]), (2, [2, 0]), (3, [3, 0]), (4, [3, 1]), (9, [3, 3])):
+        assert Filled(tokens).start()(confidence).tolist() == expected
 
 
 def test_a_curve_that_ends_too_early_is_refused() -> None:

@@ -25,6 +25,9 @@ class ProfileOptions:
     """Tokens of context of every request. In a batch, attention reads as far as the longest one."""
     repetitions: int = 20
     """Rounds timed at each point."""
+    seconds: float = 300.0
+    """Budget of time. A first turn over a coarse grid is always finished; while there is time, points are added where
+    neighbouring passes differ most, and all points are timed again."""
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Of target and draft. Left out: the run's."""
 
@@ -32,7 +35,8 @@ class ProfileOptions:
 def profile(options: ProfileOptions) -> None:
     """Measure what a target pass costs against its rows, and a round's other parts against concurrent requests.
 
-    Writes a cost table (JSON) for the schedulers and simulate, and a plot beside it.
+    Passes are measured at a coarse grid of rows and, within a budget of time, wherever the costs step. Writes a cost
+    table (JSON) for the schedulers and simulate, and a plot beside it.
     """
     from dspark_train.cli.tables import print_costs
     from dspark_train.report import figures
@@ -48,6 +52,7 @@ def profile(options: ProfileOptions) -> None:
         requests=options.requests,
         context=options.context,
         repetitions=options.repetitions,
+        seconds=options.seconds,
     )
     path = options.out or run.cost_table_path
     table.save(path)

@@ -95,7 +95,7 @@ def causal_lengths(survival: Tensor, steps_per_second: Tensor) -> Tensor:
 
 
 def capacity(survival: Tensor, steps_per_second: Tensor) -> Tensor:
-    """Number of draft tokens whose verification gives the most throughput: global search over the whole curve.
+    """Number of draft tokens whose verification gives the most throughput (K): global search over the whole curve.
 
     Not causal: a decoder may use it for a *later* step only.
 
@@ -109,6 +109,25 @@ def capacity(survival: Tensor, steps_per_second: Tensor) -> Tensor:
     values, _ = _ranked(survival)
     theta = _throughput(survival, values, steps_per_second)
     return torch.cat([theta[:1], theta[1:].masked_fill(values <= 0, 0.0)]).argmax()
+
+
+def resampled(survival: Tensor, requests: int) -> Tensor:
+    """Survivals of as many requests as are asked for, distributed as those of the given ones.
+
+    Args:
+        survival: ``[R, γ]``, never rising along a row.
+        requests: R'.
+
+    Returns:
+        ``[R', γ]``: quantiles of all R·γ values, falling in row-major order; ``survival`` itself where R' is R.
+    """
+    if requests == len(survival):
+        return survival
+    values, _ = _ranked(survival)
+    pairs = requests * survival.shape[1]
+    middle = torch.arange(pairs, device=survival.device) * 2 + 1
+    place = (middle * len(values)).div(2 * pairs, rounding_mode="floor")
+    return values[place].view(requests, -1)
 
 
 def threshold_lengths(confidence: Tensor, threshold: float) -> Tensor:
@@ -172,18 +191,23 @@ class FixedLength(Policy):
 
 
 @dataclass(frozen=True)
-class OneBlock(Policy):
-    """Verify all of the first request's draft tokens, and none of the others'."""
+class Filled(Policy):
+    """Verify the same number of draft tokens in all: whole blocks of the first requests, the rest of the next one's.
 
+    Args:
+        tokens: draft tokens of all requests together.
+    """
+
+    tokens: int
     needs_confidence: ClassVar[bool] = False
 
     def start(self) -> Choose:
-        """γ for the first request, 0 for the others."""
+        """γ for the first requests, what is left for the next, 0 for the others."""
 
         def choose(confidence: Tensor) -> Tensor:
-            lengths = confidence.new_zeros(confidence.shape[0], dtype=torch.int64)
-            lengths[0] = confidence.shape[1]
-            return lengths
+            requests, slots = confidence.shape
+            before = slots * torch.arange(requests, device=confidence.device)
+            return (self.tokens - before).clamp(0, slots)
 
         return choose
 
@@ -233,10 +257,15 @@ def convex_below(values: Tensor) -> Tensor:
 
 
 class _Curves:
-    """SPS curves by number of requests, made once each."""
+    """SPS curves by number of requests, made once each.
 
-    def __init__(self, source: CostTable | Tensor) -> None:
-        self.source = source
+    Args:
+        source: a table, or one curve for any number of requests, which is taken as it is.
+        convex: read the largest convex cost below a table's, without its steps.
+    """
+
+    def __init__(self, source: CostTable | Tensor, *, convex: bool) -> None:
+        self.source, self.convex = source, convex
         self.known: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def __call__(self, survival: Tensor) -> Tensor:
@@ -247,7 +276,8 @@ class _Curves:
             curve = self.source
             if isinstance(curve, CostTable):
                 curve = curve.rounds_per_second(requests, rows)
-                curve = torch.cat([curve[:requests], 1 / convex_below(1 / curve[requests:])])
+                if self.convex:
+                    curve = torch.cat([curve[:requests], 1 / convex_below(1 / curve[requests:])])
             if curve.numel() <= rows:
                 raise UserError(
                     f"the policy's throughput curve ends at {curve.numel() - 1} rows; {requests} requests of "
@@ -261,6 +291,9 @@ class _Curves:
 class Scheduled(Policy):
     """Algorithm 1: the causal hardware-aware scheduler.
 
+    It stops at the first token that does not pay, so it reads a table's costs without their steps
+    (:func:`convex_below`).
+
     Args:
         costs: measured costs of this machine, or an SPS curve ``[B]`` over verified rows.
     """
@@ -269,7 +302,7 @@ class Scheduled(Policy):
 
     def start(self) -> Choose:
         """Algorithm 1 on the confidences of each step."""
-        curves = _Curves(self.costs)
+        curves = _Curves(self.costs, convex=True)
 
         def choose(confidence: Tensor) -> Tensor:
             survival = confidence.cumprod(1)
@@ -282,7 +315,9 @@ class Scheduled(Policy):
 class ScheduledAsync(Policy):
     """Scheduler of production form: capacity from two steps before, spent on the current best tokens.
 
-    The first two steps, about which nothing is known yet, verify everything.
+    The search runs over the costs as they were measured, steps included. Where the number of requests has changed
+    since, the survivals of two steps before stand for those of the present requests (:func:`resampled`), and the
+    costs are those of the present number. The first two steps, about which nothing is known yet, verify everything.
 
     Args:
         costs: measured costs of this machine, or an SPS curve ``[B]`` over verified rows.
@@ -292,13 +327,16 @@ class ScheduledAsync(Policy):
 
     def start(self) -> Choose:
         """The best tokens of each step, as many as the capacity two steps before."""
-        curves = _Curves(self.costs)
+        curves = _Curves(self.costs, convex=False)
         pending: deque[Tensor] = deque()
 
         def choose(confidence: Tensor) -> Tensor:
             survival = confidence.cumprod(1)
-            budget: Tensor | int = pending.popleft() if len(pending) == 2 else survival.numel()
-            pending.append(capacity(survival, curves(survival)))
+            budget: Tensor | int = survival.numel()
+            if len(pending) == 2:
+                known = resampled(pending.popleft(), len(survival))
+                budget = capacity(known, curves(known))
+            pending.append(survival)
             return top_lengths(survival, budget)
 
         return choose

@@ -6,9 +6,12 @@ not matter for time, so requests are made up.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +19,11 @@ import torch
 
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import ActiveRun, Decoder
-from dspark_train.decoding.policies import ONLINE, FixedLength, OneBlock, Policy, parse_policy
+from dspark_train.decoding.policies import ONLINE, Filled, FixedLength, Policy, parse_policy
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
+from dspark_train.progress import Stage, stage
 from dspark_train.target.frozen import FrozenTarget
 
 DRAFT_PARTS = ("draft", "head")
@@ -27,6 +31,11 @@ TARGET_PARTS = ("verify", "target_head", "sampling")
 """What grows with the rows of a target pass: drawing or comparing reads every row's logits."""
 SWEEPS = 3
 """Times that all points of a cost table are gone through: a machine that slows down bends no curve then."""
+RESOLUTION = 0.02
+"""Relative difference of neighbouring passes below which no further point is placed between them."""
+Shape = tuple[int, Policy]
+"""Concurrent requests, and what is verified of them; a fixed length of 0 is plain decoding."""
+PLAIN = FixedLength(0)
 
 
 @dataclass
@@ -67,19 +76,19 @@ def time_rounds(
     draft: DSparkDraft | None,
     *,
     requests: int,
-    length: int | None,
+    policy: Policy,
     context: int,
     repetitions: int,
     warm_up: int = 2,
     found: RoundCost | None = None,
 ) -> RoundCost:
-    """Time rounds of ``requests`` requests that verify ``length`` draft tokens each; None: :class:`OneBlock`.
+    """Time rounds of ``requests`` requests.
 
     Args:
         target: frozen target.
         draft: None times plain decoding.
         requests: concurrent requests.
-        length: draft tokens verified per request.
+        policy: picks the draft tokens verified.
         context: positions before each anchor; grows by what is accepted.
         repetitions: rounds timed.
         warm_up: rounds before that.
@@ -89,7 +98,7 @@ def time_rounds(
         ``found``, or a new one.
     """
     found = found or RoundCost()
-    decoder = Decoder(target, draft, OneBlock() if length is None else FixedLength(length))
+    decoder = Decoder(target, draft, policy)
     rounds, most = repetitions + warm_up, decoder.depth + 1
     growth = rounds * most + 1
     room = target.context_length
@@ -144,32 +153,84 @@ class CostProfiler:
         self.target, self.draft, self.context = target, draft, context
         self.slots = draft.config.block_size + 1 if draft is not None else 1
         self.requests = sorted(set(requests) | {1})
-        self._passes = list(_shapes(max_rows, self.slots))
-        shapes: list[tuple[int, int | None]] = [*self._passes, *((count, 0) for count in self.requests)]
+        self.rows = _coarse(max_rows, self.slots)
+        """Rows of the passes of the table."""
+        shapes: list[Shape] = [*map(self._pass, self.rows), *((count, PLAIN) for count in self.requests)]
         if draft is not None:
-            shapes += [(count, length) for count in self.requests for length in (None, 1, self.slots - 1)]
+            lengths = (Filled(self.slots - 1), FixedLength(1), FixedLength(self.slots - 1))
+            shapes += [(count, policy) for count in self.requests for policy in lengths]
         self._found = {shape: RoundCost() for shape in shapes}
-        """By requests and draft tokens verified: 0 is plain decoding, None :class:`OneBlock`."""
+        self.seconds: dict[Shape, float] = {}
+        """What each point took the last time."""
 
-    def sweep(self, repetitions: int, warm_up: int = 2, context: int | None = None) -> None:
+    def _pass(self, rows: int) -> Shape:
+        """A pass of so many rows: whole blocks, and what is left for one more request."""
+        requests = -(-rows // self.slots)
+        even = requests == 1 or rows % self.slots == 0
+        return requests, FixedLength(rows // requests - 1) if even else Filled(rows - requests)
+
+    @property
+    def points(self) -> int:
+        """How many there are."""
+        return len(self._found)
+
+    def sweep(
+        self,
+        repetitions: int,
+        warm_up: int = 2,
+        context: int | None = None,
+        shapes: Iterable[Shape] | None = None,
+        shown: Stage | None = None,
+    ) -> None:
         """Time ``repetitions`` more rounds at every point, each after ``warm_up`` others.
 
         Args:
             repetitions: rounds timed.
             warm_up: rounds before that.
             context: positions before each anchor this time; None: as everywhere.
+            shapes: points to go through; None: all.
+            shown: counts the points.
         """
-        for (count, length), found in self._found.items():
+        for shape in list(self._found if shapes is None else shapes):
+            began = time.monotonic()
+            count, policy = shape
             time_rounds(
                 self.target,
-                None if length == 0 else self.draft,
+                None if policy == PLAIN else self.draft,
                 requests=count,
-                length=length,
+                policy=policy,
                 context=context or self.context,
                 repetitions=repetitions,
                 warm_up=warm_up,
-                found=found,
+                found=self._found[shape],
             )
+            self.seconds[shape] = time.monotonic() - began
+            if shown is not None:
+                shown.advance(1)
+
+    def refine(self) -> Shape | None:
+        """Add a point half-way between the neighbouring passes that differ most, to be timed next.
+
+        Returns:
+            None where all neighbours are next to each other, or differ by less than :data:`RESOLUTION` or their noise.
+        """
+        most, place = 0.0, None
+        for low, high in itertools.pairwise(self.rows):
+            one, two = (self._found[self._pass(rows)].target for rows in (low, high))
+            gap = abs(statistics.median(two) - statistics.median(one))
+            share = gap / statistics.median(one)
+            if (
+                high - low > 1
+                and share > max(most, RESOLUTION)
+                and gap > 3 * math.hypot(_error(one), _error(two))
+            ):
+                most, place = share, (low + high) // 2
+        if place is None:
+            return None
+        bisect.insort(self.rows, place)
+        shape = self._pass(place)
+        self._found.setdefault(shape, RoundCost())
+        return shape
 
     def reset(self) -> None:
         """Forget what was found so far."""
@@ -183,16 +244,16 @@ class CostProfiler:
             average: of the repetitions of a point. The median leaves out what a shared machine does now and then;
                 the mean counts it, as throughput does.
         """
-        passes = [self._found[count, length].target for count, length in self._passes]
+        passes = [self._found[self._pass(rows)].target for rows in self.rows]
         centre = tuple(map(average, passes))
-        plain = [self._found[count, 0] for count in self.requests]
+        plain = [self._found[count, PLAIN] for count in self.requests]
         whole, single, uneven = (
-            [] if self.draft is None else [self._found[count, length] for count in self.requests]
-            for length in (self.slots - 1, 1, None)
+            [] if self.draft is None else [self._found[count, policy] for count in self.requests]
+            for policy in (FixedLength(self.slots - 1), FixedLength(1), Filled(self.slots - 1))
         )
         return CostTable(
             context=self.context,
-            rows=tuple(count * (length + 1) for count, length in self._passes),
+            rows=tuple(self.rows),
             seconds_median=centre,
             seconds_p10=tuple(
                 min(_quantile(one, 0.1), middle) for one, middle in zip(passes, centre, strict=True)
@@ -221,8 +282,13 @@ def measure_costs(
     requests: Sequence[int] = (1,),
     context: int = 256,
     repetitions: int = 20,
+    seconds: float | None = None,
 ) -> CostTable:
     """Measure a cost table of a target and, where given, its draft.
+
+    The passes begin as a coarse grid: every number of rows of one request, then 2, 4, 8, … whole blocks. Within the
+    budget of time, points are added between the neighbours that differ most (:meth:`CostProfiler.refine`), so steps
+    of the curve are found wherever they are.
 
     Args:
         target: frozen target.
@@ -231,16 +297,38 @@ def measure_costs(
         requests: concurrent requests to measure the draft and the overheads at.
         context: positions before each anchor.
         repetitions: rounds timed at each point, in :data:`SWEEPS` turns.
+        seconds: budget of time. The first turn over the coarse grid is always finished; further points and turns come
+            while there is time. None: all turns over the coarse grid.
 
     Raises:
         UserError: nothing to measure, or a context that the target cannot hold.
     """
-    if repetitions < 1:
-        raise UserError(f"profile: repetitions ({repetitions}) must be at least 1")
+    if repetitions < 1 or (seconds is not None and seconds <= 0):
+        raise UserError(
+            f"profile: repetitions ({repetitions}) must be at least 1, seconds ({seconds}) above 0"
+        )
     profiler = CostProfiler(target, draft, max_rows=max_rows, requests=requests, context=context)
     turns = min(SWEEPS, repetitions)
-    for turn in range(turns):
-        profiler.sweep(repetitions // turns + (turn < repetitions % turns))
+    counts = [repetitions // turns + (turn < repetitions % turns) for turn in range(turns)]
+    began = time.monotonic()
+
+    def fits(more: float) -> bool:
+        return seconds is None or time.monotonic() - began + more <= seconds
+
+    with stage("measuring costs", turns * profiler.points, "points") as shown:
+        profiler.sweep(counts[0], shown=shown)
+        slowest = max(profiler.seconds.values())
+        while seconds is not None and fits((turns - 1) * sum(profiler.seconds.values()) + turns * slowest):
+            shape = profiler.refine()
+            if shape is None:
+                break
+            shown.update(shown.done, f"refining, {len(profiler.rows)} passes", turns * profiler.points)
+            profiler.sweep(counts[0], shapes=[shape], shown=shown)
+        for turn, count in enumerate(counts[1:], 1):
+            if not fits(sum(profiler.seconds.values())):
+                shown.update(shown.done, f"out of time after {turn} of {turns} turns", shown.done)
+                break
+            profiler.sweep(count, shown=shown)
     return profiler.table()
 
 
@@ -279,17 +367,20 @@ def costs_now(target: FrozenTarget, draft: DSparkDraft, batch_size: int) -> Cost
     return table.monotone()
 
 
-def _shapes(max_rows: int, slots: int) -> Iterator[tuple[int, int]]:
-    """Requests and draft tokens of passes of 1, 2, …, ``slots`` rows, then of 2, 4, 8, … whole requests."""
-    for rows in range(1, min(slots, max_rows) + 1):
-        yield 1, rows - 1
+def _coarse(max_rows: int, slots: int) -> list[int]:
+    """Rows 1, 2, …, ``slots``, then of 2, 4, 8, … whole requests, up to the first that holds ``max_rows``."""
+    rows = list(range(1, min(slots, max_rows) + 1))
+    most = -(-max_rows // slots)
     count = 2
-    while count * slots < 2 * max_rows:
-        count_here = min(count, -(-max_rows // slots))
-        yield count_here, slots - 1
-        if count_here < count:
-            return
+    while count < most:
+        rows.append(count * slots)
         count *= 2
+    return [*rows, most * slots] if most > 1 else rows
+
+
+def _error(sample: list[float]) -> float:
+    """Standard error of a median, from the 10 and 90 % quantiles of what it is of, as if they were normal."""
+    return 1.25 * (_quantile(sample, 0.9) - _quantile(sample, 0.1)) / 2.56 / math.sqrt(len(sample))
 
 
 def _quantile(sample: list[float], share: float) -> float:
