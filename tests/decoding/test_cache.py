@@ -7,7 +7,7 @@ import torch
 import transformers
 from tiny_models import tiny_model
 
-from dspark_train.decoding.cache import RaggedCache
+from dspark_train.decoding.cache import RaggedCache, RaggedStep
 from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.errors import UserError
@@ -138,13 +138,39 @@ def test_buffers_start_finite() -> None:
     assert cache.bytes == 2 * 1024 * 2 * 8 * 4  # whole tiles of positions
 
 
-def test_attention_with_sinks_is_refused() -> None:
-    from dspark_train.decoding.cache import RaggedStep
+@pytest.mark.parametrize(("counts", "starts"), [([6], [0]), ([2, 3], [5, 1])])
+def test_attention_sinks_take_their_share(counts: list[int], starts: list[int]) -> None:
+    """Against the definition, in float64: a position of score ``sink`` and no value."""
+    generator = torch.Generator().manual_seed(0)
+    heads, groups, size, scale = 4, 2, 8, 0.3
+    known = [
+        torch.randn(2, 2, start + count, size, generator=generator)
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    query = torch.randn(heads, sum(counts), size, generator=generator)
+    sinks = torch.randn(heads, generator=generator)
+    cache = RaggedCache(len(counts), 16)
+    for slot, (start, (key, value)) in enumerate(zip(starts, known, strict=True)):
+        if start:
+            before = RaggedStep(cache, RowLayout([start], [0], CPU, first_slot=slot))
+            before.write(0, key[:, :start], value[:, :start])
+    new = [torch.cat([kv[i][:, start:] for kv, start in zip(known, starts, strict=True)], 1) for i in (0, 1)]
+    step = RaggedStep(cache, RowLayout(counts, starts, CPU))
+    mixed = step.attend(0, query, *new, scale, sinks=sinks)  # [S, H, h]
+    row = 0
+    for (key, value), start, count in zip(known, starts, counts, strict=True):
+        for place in range(start, start + count):
+            for head in range(heads):
+                k, v = (t[head // groups, : place + 1].double() for t in (key, value))
+                scores = torch.cat([k @ query[head, row].double() * scale, sinks[head, None].double()])
+                expected = scores.softmax(0)[:-1] @ v
+                torch.testing.assert_close(mixed[row, head].double(), expected, atol=1e-5, rtol=1e-5)
+            row += 1
+
+
+def test_attention_without_keyword_arguments_is_refused() -> None:
     from dspark_train.decoding.target_pass import ragged_attention
 
-    step = RaggedStep(RaggedCache(1, 4), RowLayout([1], [0], CPU))
     heads = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(UserError, match="sinks"):
-        ragged_attention(torch.nn.Identity(), heads, heads, heads, ragged=step, s_aux=torch.zeros(2))
     with pytest.raises(UserError, match="keyword arguments"):
         ragged_attention(torch.nn.Identity(), heads, heads, heads)

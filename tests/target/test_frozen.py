@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from tiny_families import tiny_family
 from tiny_models import FAMILIES, tiny_model, tiny_target
-from torch import nn
+from torch import Tensor, nn
 
 from dspark_train.errors import UserError
 from dspark_train.target.config import TargetConfig, check_layer_ids, spread_layer_ids
-from dspark_train.target.frozen import FrozenTarget
+from dspark_train.target.frozen import FrozenTarget, distances, tolerance
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,18 +88,75 @@ def test_bad_taps_are_refused(ids: list[int], words: str) -> None:
         check_layer_ids(ids, 4)
 
 
-def test_a_model_with_other_logits_is_refused() -> None:
-    model = tiny_model()
+def changed(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``model``, its logits changed after its own head."""
     original = model.forward
 
-    def scaled(*args: object, **kwargs: object) -> object:
+    def forward(*args: object, **kwargs: object) -> Any:
         output = original(*args, **kwargs)
-        output.logits = output.logits * 3
+        output.logits = change(output.logits)
         return output
 
-    model.forward = scaled
+    model.forward = forward
+    return model
+
+
+def test_a_model_with_other_logits_is_refused() -> None:
     with pytest.raises(UserError, match="not supported"):
-        FrozenTarget(model, [0, 1])
+        FrozenTarget(changed(tiny_model(), lambda logits: logits + logits.roll(1, -1)), [0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.125, 3.0])
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("shift", [False, True])
+def test_scale_bias_and_cap_of_the_logits_are_found(
+    dtype: torch.dtype, scale: float, cap, shift: bool
+) -> None:
+    bias = torch.randn(97, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def change(logits: Tensor) -> Tensor:
+        logits = logits * scale + (bias if shift else 0.0)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    target = FrozenTarget(changed(tiny_model().to(dtype), change), [0, 1])
+    assert target.logit_scale == pytest.approx(scale, rel=1e-4 if dtype == torch.float32 else 4e-3)
+    assert target.logit_softcap == (None if cap is None else pytest.approx(cap, rel=1e-2))
+    ids = torch.arange(5, 14)[None]
+    hidden = target.states(ids).last_hidden
+    gap = distances(target.lm_head(hidden), target.model(input_ids=ids).logits)
+    assert gap.max() < tolerance(dtype)
+    if shift:
+        with pytest.raises(UserError, match="bias to its logits"):
+            _ = target.head_weight
+    else:
+        logits = (hidden @ target.head_weight.T).float()
+        logits = logits if cap is None else target.logit_softcap * torch.tanh(logits / target.logit_softcap)
+        assert distances(logits, target.lm_head(hidden)).max() < tolerance(dtype)
+
+
+def test_a_model_that_sees_what_follows_is_refused() -> None:
+    with pytest.raises(UserError, match="left to right"):
+        FrozenTarget(tiny_family("bert"))
+
+
+def test_what_cannot_be_a_target_is_refused_before_weights_are_read(tmp_path) -> None:
+    """No weights lie there: only the config is looked at."""
+    from transformers import CLIPConfig, T5Config
+
+    for config, words in ((T5Config(), "encoder"), (CLIPConfig(), "no causal language model")):
+        folder = tmp_path / config.model_type
+        config.save_pretrained(folder)
+        (folder / "model.safetensors").write_bytes(b"")
+        with pytest.raises(UserError, match=words):
+            FrozenTarget.load(TargetConfig(name_or_path=str(folder), dtype="float32"))
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    text = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}}
+    (folder / "config.json").write_text(json.dumps(text))
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"target\.trust_remote_code"):
+        FrozenTarget.load(TargetConfig(name_or_path=str(folder), dtype="float32"))
 
 
 def test_folder_errors(tmp_path) -> None:

@@ -85,6 +85,7 @@ class RaggedStep:
         window: int | None = None,
         softcap: float | None = None,
         causal: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store the rows' keys and values, then attend from every row to its own request.
 
@@ -97,6 +98,7 @@ class RaggedStep:
             window: positions that a row sees, its own included; None is all.
             softcap: scores are squashed to ``cap · tanh(score / cap)``.
             causal: rows of a block see it up to themselves only; other rows always do.
+            sinks: ``[H]`` scores of a position of each head that has no value: they take their part of the weights.
 
         Returns:
             ``[S, H, h]``.
@@ -108,7 +110,7 @@ class RaggedStep:
         values = self.cache.values[layer][slots, :, :reach]
         heads, groups = query.shape[0], query.shape[0] // key.shape[0]
         if layout.single:
-            if self._is_prefill(window, softcap):
+            if sinks is None and self._is_prefill(window, softcap):
                 own = layout.counts[0]
                 mixed = F.scaled_dot_product_attention(
                     query[None],
@@ -124,9 +126,10 @@ class RaggedStep:
             grid = query[:, layout.grid].transpose(0, 1)
         width = grid.shape[2]
         folded = grid.reshape(layout.requests, -1, groups * width, grid.shape[-1])
-        mixed = _attention(
-            folded, keys, values, self._mask(window, causal, groups, query.dtype), scale, softcap
-        )
+        mask = self._mask(window, causal, groups, query.dtype)
+        if sinks is not None:  # [H] -> [1, K, groups · width, 1], as the queries are folded
+            sinks = sinks.view(1, -1, groups, 1).expand(-1, -1, -1, width).reshape(1, -1, groups * width, 1)
+        mixed = _attention(folded, keys, values, mask, scale, softcap, sinks)
         mixed = mixed.view(layout.requests, heads, width, -1)
         if layout.single:
             return mixed[0].transpose(0, 1)
@@ -148,11 +151,22 @@ class RaggedStep:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = query @ key.transpose(-1, -2) * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = (scores if mask is None else scores + mask).float().softmax(-1).to(query.dtype)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = (scores if mask is None else scores + mask).float()
+    if sinks is not None:
+        sink = sinks.float().expand(scores.shape[0], -1, -1, -1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[-2]].to(query.dtype)
     return weights @ value

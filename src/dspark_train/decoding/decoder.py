@@ -24,11 +24,11 @@ from dspark_train.calibration.online import OnlineSts
 from dspark_train.calibration.sts import conditional
 from dspark_train.decoding.draft_pass import DraftPass, Proposal
 from dspark_train.decoding.layout import RowLayout
+from dspark_train.decoding.pass_choice import open_pass
 from dspark_train.decoding.policies import FixedLength, Policy
 from dspark_train.decoding.programs import Programs
 from dspark_train.decoding.requests import Request, RoundLog, stop_sets, take
 from dspark_train.decoding.sampling import SamplingRule, best_token, draw, verify_greedy, verify_sampled
-from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.decoding.timing import Stopwatch, Timings
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -230,7 +230,7 @@ class ActiveRun:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.programs = Programs(slots, self.device, self.generator) if decoder.graphs else None
         how = (self.programs, decoder.compile)
-        self.target = TargetPass(decoder.target, slots, length, decoder.draft is not None, *how)
+        self.target = open_pass(decoder.target, slots, length, decoder.draft is not None, *how)
         self.draft = None
         if decoder.draft is not None and decoder.depth > 0:
             self.draft = DraftPass(decoder.draft, slots, length + decoder.block_size, *how)

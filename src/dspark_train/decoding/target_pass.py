@@ -24,9 +24,6 @@ from dspark_train.target.packed import packed_linears
 ATTENTION = "dspark_ragged"
 """Name under which the attention function is registered with Hugging Face."""
 
-_UNSUPPORTED = ("s_aux", "sinks")
-"""Arguments of attentions that the ragged form does not compute."""
-
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Neighbouring layers of Hugging Face decoders that read the same states."""
 
@@ -42,6 +39,7 @@ def ragged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the calling convention of Hugging Face layers.
@@ -56,6 +54,7 @@ def ragged_attention(
         scaling: factor of the scores; None is ``h ** -0.5``.
         sliding_window: positions that a row sees; None is all.
         softcap: of the scores.
+        s_aux: ``[H]`` attention sinks.
         kwargs: whatever else the model hands over.
 
     Returns:
@@ -66,12 +65,10 @@ def ragged_attention(
             f"{type(module).__name__} does not hand keyword arguments to its attention: this target's code cannot be "
             "decoded here"
         )
-    if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
-        raise UserError(f"{type(module).__name__} uses attention sinks, which this decoder does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    mixed = ragged.attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap)
-    return mixed[None], None
+    mixed = ragged.attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap, s_aux)
+    return mixed[None].contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, ragged_attention)

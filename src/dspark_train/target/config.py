@@ -97,10 +97,47 @@ def config_size(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
+_INNER = ("language_model", "text_model", "model", "transformer", "decoder", "encoder")
+"""Attributes under which wrappers hold the module that owns the layers."""
+
+
 def language_model(model: Any) -> Any:
-    """The decoder (embeddings, layers, final norm) inside a Hugging Face causal language model."""
-    decoder = model.get_decoder()
-    return getattr(decoder, "language_model", decoder)
+    """The decoder (embeddings, layers, final norm) inside a Hugging Face causal language model.
+
+    Raises:
+        UserError: there is no stack of layers inside.
+    """
+    for module in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
+        decoder = getattr(module, "language_model", module)
+        if decoder is not None and decoder is not model and decoder_layers(decoder) is not None:
+            return decoder
+    raise UserError(f"{type(model).__name__} has no list of decoder layers: it cannot be a target")
+
+
+def decoder_layers(decoder: Any) -> Any:
+    """The stack of layers of a decoder: its list of modules called ``layers``, else its longest; None without one."""
+    from torch import nn
+
+    stacks = {name: child for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)}
+    if stacks:
+        return stacks.get("layers") or max(stacks.values(), key=len)
+    inner = (getattr(decoder, name, None) for name in _INNER)
+    found = (decoder_layers(module) for module in inner if isinstance(module, nn.Module))
+    return next((layers for layers in found if layers is not None), None)
+
+
+def refusal(config: Any) -> str | None:
+    """Why a model of this Hugging Face config cannot be a target, as far as its config tells; None where it may be."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "is_encoder_decoder", False):
+        return "reads its prompt through an encoder; a target is a decoder only"
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+        return (
+            f"is a {config.model_type}, which has no causal language model (an LM head over the last states)"
+        )
+    return None
 
 
 def load_tokenizer(path: str, config: TargetConfig, **options: Any) -> Any:

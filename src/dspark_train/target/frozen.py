@@ -17,15 +17,19 @@ from dspark_train.structures import TargetStates
 from dspark_train.target.config import (
     TargetConfig,
     check_layer_ids,
+    decoder_layers,
     hub_options,
     language_model,
     load_tokenizer,
+    refusal,
     spread_layer_ids,
     text_config,
 )
 from dspark_train.target.embedded import NAME, embedded_target
 from dspark_train.target.packed import ROWS, packed_linears, packed_or_plain, rows_stand_alone
 
+PROBE_ROWS = 7
+"""Tokens by which a target is probed when it is loaded."""
 PASS_ROWS = 2048
 """Tokens of one pass of the target while states are computed."""
 
@@ -47,21 +51,45 @@ class FrozenTarget:
             name: what messages call it.
 
         Raises:
-            UserError: bad taps, or a model whose logits are not ``lm_head(last_hidden)``.
+            UserError: bad taps, a model without a language-model head, one whose layers see what comes later, or
+                one whose logits are no scaled, shifted or soft-capped ``lm_head(last_hidden)``.
         """
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = text_config(self.model.config)
         self.name = name or str(self.model.config.name_or_path) or type(model).__name__
+        if self.model.get_output_embeddings() is None:
+            raise UserError(f"{self.name} has no LM head: a target is a causal language model")
         self.decoder: Any = language_model(self.model)
-        self.layers: Any = self.decoder.layers
+        self.layers: Any = decoder_layers(self.decoder)
         self.num_layers = len(self.layers)
         ids = spread_layer_ids(self.num_layers) if layer_ids is None else layer_ids
         self.layer_ids = check_layer_ids(ids, self.num_layers)
-        self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.embedding_scale = 1.0
+        """Factor of the token embeddings before the first layer; 1 where something else is done to them."""
+        self.logit_scale = 1.0
+        """Factor of the LM head's product; :attr:`head_weight` holds it already."""
+        self.logit_bias: Tensor | None = None
+        """``[V]`` added to the logits, before the soft-cap."""
+        self.logit_softcap: float | None = None
+        """Logits are squashed to ``cap · tanh(logit / cap)``."""
+        self._scaled: Tensor | None = None
+        self._streams: int | None = None
+        """Axis of the residual streams in a layer's states, where there are several: ``[n, B, T, d]``,
+        ``[B, T, n, d]``, or ``[B, T, n·d]`` with the streams one after the other."""
+        self.noise = 0.0
+        """Distance (:func:`distances`) of this target's logits from its own in a batch of another shape."""
         self.form: Choice | None = None
         """What ``dtype: auto`` chose, and why."""
-        self._probe()
+        try:
+            self._probe()
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise UserError(
+                f"{self.name} fails in its own forward pass ({type(error).__name__}: {reason}); it cannot be a target"
+            ) from error
 
     # -- loading ------------------------------------------------------------------------------------------------
 
@@ -90,7 +118,8 @@ class FrozenTarget:
             config = TargetConfig(name_or_path=config, **options)
         chosen = torch.device(config.device if config.device != "auto" else device or default_device())
         path = resolve_path(config)
-        form = choose_form(read_target_config(config), chosen, rows) if config.dtype == "auto" else None
+        text = read_target_config(config)
+        form = choose_form(text, chosen, rows) if config.dtype == "auto" else None
         dtype = DTYPES[form.name.split(",")[0] if form else config.dtype]
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
@@ -111,49 +140,116 @@ class FrozenTarget:
         target.form = form
         return target
 
+    @torch.no_grad()
     def _probe(self) -> None:
-        """Measure the embedding scale, and check that the LM head on the last hidden state gives the logits."""
-        ids = torch.arange(4, device=self.device).remainder(self.vocab_size)[None]
+        """Find how embeddings and logits are made, and hold :meth:`states` and :meth:`lm_head` to the model's own.
+
+        In a batch, with padding on the right: a model that sees what comes later gives other states there.
+        """
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randint(self.vocab_size, (2, PROBE_ROWS + 4), generator=generator).to(self.device)
+        ids = batch[:1, :PROBE_ROWS]
         embedded: list[Tensor] = []
-        handle = self.layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: embedded.append(args[0] if args else kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
+        outputs: list[Any] = []
+        handles = [
+            self.layers[0].register_forward_pre_hook(
+                lambda _, args, kwargs: embedded.append(_first_tensor(args, kwargs)), with_kwargs=True
+            ),
+            self.decoder.register_forward_hook(lambda _, _args, output: outputs.append(output)),
+        ]
         try:
-            with torch.no_grad():
-                expected = self.model(input_ids=ids, use_cache=False).logits
+            expected = self.model(input_ids=ids, use_cache=False).logits
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+        if not outputs or not embedded:
+            raise UserError(
+                f"{self.name} does not run its decoder as one stack of layers; it cannot be a target"
+            )
+        bound = tolerance(self.dtype)
+        padded = self.model(input_ids=batch, use_cache=False).logits[:1, :PROBE_ROWS]
+        self.noise = float(distances(padded, expected).median())
+        if not self.noise <= bound:
+            raise UserError(
+                f"{self.name} gives a token other logits when more tokens follow it (relative difference "
+                f"{self.noise:.3g}): it does not read from left to right, row by row, and cannot be a target"
+            )
+        if (
+            outputs[0].last_hidden_state.shape[-1] != self.hidden_size
+            or expected.shape[-1] != self.vocab_size
+        ):
+            raise UserError(
+                f"the LM head of {self.name} does not read the decoder's last hidden state "
+                f"({outputs[0].last_hidden_state.shape[-1]} against {self.hidden_size}); it cannot be a target"
+            )
         raw = nn.functional.embedding(ids, self.embedding_weight).float()
-        self.embedding_scale = float((embedded[0].float() * raw).sum() / (raw * raw).sum())
-        if abs(self.embedding_scale - 1.0) < 1e-3:
-            self.embedding_scale = 1.0
-        error = (embedded[0].float() - raw * self.embedding_scale).abs().max() / raw.abs().max()
-        if not error < 0.02 * max(1.0, self.embedding_scale):
+        entering = embedded[0].float()
+        if entering.dim() == 3 and entering.shape[-1] > self.hidden_size:
+            blocks = entering.split(self.hidden_size, dim=-1)
+            if all(torch.equal(block, blocks[0]) for block in blocks[1:]):
+                self._streams, entering = 2, blocks[0]
+        elif entering.dim() == 4:
+            self._streams = 2 if entering.shape[:2] == ids.shape else 0
+            entering = entering.select(self._streams, 0)
+        if entering.shape == raw.shape:
+            scale = float((entering * raw).sum() / (raw * raw).sum())
+            error = (entering - raw * scale).abs().max() / raw.abs().max()
+            if error < 0.02 * max(1.0, scale) and abs(scale - 1.0) >= 1e-3:
+                self.embedding_scale = scale
+        self._find_logits(ids, outputs[0])
+        alone = self.states(ids)
+        if alone.features.shape[-1] != len(self.layer_ids) * self.hidden_size:
             raise UserError(
-                f"{self.name} feeds its layers something other than scaled token embeddings; such targets are not "
-                "supported"
+                f"{self.name} has layers of other sizes than its LM head ({self.hidden_size}); they cannot be tapped"
             )
-        logits = self.lm_head(self.states(ids).last_hidden)
-        tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not torch.allclose(logits.float(), expected.float(), rtol=tolerance, atol=tolerance * 10):
-            gap = (logits.float() - expected.float()).abs().max()
+        gap = distances(self.lm_head(alone.last_hidden), expected).max()
+        if not gap <= bound:
             raise UserError(
-                f"{self.name} computes its logits from more than the last hidden state, LM head and soft-cap "
-                f"(largest difference {gap:.3g}); such targets are not supported"
+                f"{self.name} computes its logits from more than the last hidden state, LM head, scale, bias and "
+                f"soft-cap (relative difference {float(gap):.3g}); such targets are not supported"
             )
+
+    def _find_logits(self, ids: Tensor, output: Any) -> None:
+        """Measure scale, bias and soft-cap of the logits: the model's own, over last states of our choice."""
+        hidden = output.last_hidden_state
+
+        def own(states: Tensor) -> Tensor:
+            replaced = type(output)(**{**output, "last_hidden_state": states})
+            self.decoder.forward = lambda *_, **__: replaced
+            try:
+                return self.model(input_ids=ids, use_cache=False).logits.float()
+            finally:
+                del self.decoder.forward
+
+        facts, plain = _numbers(self.config), own(hidden)
+        far, farther = own(hidden * 1e4).abs().max(), own(hidden * 1e5).abs().max()
+        if far.isfinite() and abs(float(farther / far) - 1.0) < 1e-2:
+            self.logit_softcap = _snap(float(farther), facts)
+        cap = self.logit_softcap
+        step = 1.0 if cap is None else 0.1 * cap / max(float(plain.abs().max()), 1e-6)
+
+        def uncapped(logits: Tensor) -> Tensor:
+            return logits if cap is None else cap * torch.atanh((logits / cap).clamp(-0.999, 0.999))
+
+        rest = uncapped(own(torch.zeros_like(hidden)))
+        product = nn.functional.linear(hidden.float() * step, self._head.float())
+        change = uncapped(own(hidden * step)) - rest
+        scale = float((change * product).sum() / (product * product).sum())
+        self.logit_scale = 1.0 if abs(scale - 1.0) < 1e-3 else _snap(scale, facts)
+        if float(rest.abs().max()) > 0:
+            self.logit_bias = rest[0, 0].to(self.dtype)
 
     # -- facts --------------------------------------------------------------------------------------------------
 
     @property
     def hidden_size(self) -> int:
         """d."""
-        return int(self.head_weight.shape[1])
+        return int(self._head.shape[1])
 
     @property
     def vocab_size(self) -> int:
         """V: rows of the LM head (may exceed the tokenizer's)."""
-        return int(self.head_weight.shape[0])
+        return int(self._head.shape[0])
 
     @property
     def context_length(self) -> int | None:
@@ -163,12 +259,12 @@ class FrozenTarget:
     @property
     def device(self) -> torch.device:
         """Where it runs."""
-        return self.head_weight.device
+        return self._head.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of its weights."""
-        return self.head_weight.dtype
+        return self._head.dtype
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -176,9 +272,26 @@ class FrozenTarget:
         return self.model.get_input_embeddings().weight
 
     @property
-    def head_weight(self) -> Tensor:
-        """``[V, d]``."""
+    def _head(self) -> Tensor:
         return self.model.get_output_embeddings().weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """``[V, d]``: logits before the soft-cap are ``head_weight @ last_hidden``, so a logit scale is in it.
+
+        Raises:
+            UserError: the logits have a bias, which drafts have not.
+        """
+        if self.logit_bias is not None:
+            raise UserError(
+                f"{self.name} adds a bias to its logits; it can be decoded, but a draft for it cannot be trained"
+            )
+        weight = self._head
+        if self.logit_scale == 1.0:
+            return weight
+        if self._scaled is None or self._scaled.device != weight.device or self._scaled.dtype != weight.dtype:
+            self._scaled = (weight.detach().float() * self.logit_scale).to(weight.dtype)
+        return self._scaled
 
     def to(self, device: torch.device | str) -> FrozenTarget:
         """Move the model."""
@@ -194,8 +307,13 @@ class FrozenTarget:
 
     @torch.no_grad()
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits ``[.., V]`` of last hidden states ``[.., d]``, soft-cap included."""
+        """Logits ``[.., V]`` of last hidden states ``[.., d]``: scale, bias and soft-cap included."""
         logits = self.model.get_output_embeddings()(hidden.to(self.dtype))
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_bias is not None and bias is None:
+            logits = logits + self.logit_bias
         cap = self.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -210,12 +328,12 @@ class FrozenTarget:
 
         def keep(layer_id: int) -> Any:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                states[layer_id] = output[0] if isinstance(output, tuple) else output
+                states[layer_id] = self._one_stream(output if isinstance(output, Tensor) else output[0])
 
             return hook
 
         def keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            states[-1] = args[0] if args else kwargs["hidden_states"]
+            states[-1] = self._one_stream(_first_tensor(args, kwargs))
 
         for layer_id in self.layer_ids:
             if layer_id == -1:
@@ -227,6 +345,14 @@ class FrozenTarget:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _one_stream(self, states: Tensor) -> Tensor:
+        """States of one layer ``[B, T, d]``; of a model of several residual streams, their mean."""
+        if self._streams is None:
+            return states
+        return (states.unflatten(-1, (-1, self.hidden_size)) if states.dim() == 3 else states).mean(
+            self._streams
+        )
 
     def concatenate(self, states: dict[int, Tensor]) -> Tensor:
         """Join tapped states ``[.., d]`` in the order of the layer ids: ``[.., m·d]``."""
@@ -261,6 +387,34 @@ def one_sequence_per_row() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = found
 
 
+def distances(logits: Tensor, expected: Tensor) -> Tensor:
+    """Root mean square difference of logits ``[.., V]`` from the expected, in their standard deviations: ``[..]``."""
+    gap = (logits.float() - expected.float()).square().mean(-1).sqrt()
+    return gap / expected.float().std(-1).clamp_min(1e-30)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Distance of logits that rounding explains: some tens of layers' worth of a dtype's roundings."""
+    return max(2e-4, 16 * torch.finfo(dtype).eps)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """States that a layer is called with."""
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+def _numbers(config: Any) -> list[float]:
+    """Numbers in a Hugging Face config, and their inverses."""
+    values = [float(v) for v in vars(config).values() if isinstance(v, int | float) and v and v is not True]
+    return values + [1.0 / value for value in values]
+
+
+def _snap(value: float, facts: list[float]) -> float:
+    """The number of the config that a measured one is, within its rounding; else what was measured."""
+    nearest = min(facts, key=lambda fact: abs(fact - value), default=value)
+    return nearest if abs(nearest - value) < 4e-3 * abs(value) else value
+
+
 def default_device() -> torch.device:
     """The GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -270,18 +424,26 @@ def read_target_config(config: TargetConfig) -> Any:
     """Hugging Face (text) config of a target, without its weights.
 
     Raises:
-        UserError: there is none at that place.
+        UserError: there is none at that place, or no model of this kind can be a target.
     """
     from transformers import AutoConfig
 
     path = resolve_path(config)
     try:
-        return text_config(AutoConfig.from_pretrained(path, **hub_options(config)))
+        found = AutoConfig.from_pretrained(path, **hub_options(config))
     except Exception as error:
         raise _cannot_load(config, error) from error
+    if reason := refusal(found):
+        raise UserError(f"the target {config.name_or_path} {reason}")
+    return text_config(found)
 
 
 def _cannot_load(config: TargetConfig, error: Exception) -> UserError:
+    if "trust_remote_code" in str(error):
+        return UserError(
+            f"the target {config.name_or_path} comes with Python code of its own: read it, and set "
+            "target.trust_remote_code if you trust it"
+        )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return UserError(
         f"the target {config.name_or_path} cannot be loaded: {reason} "
