@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dspark_train.draft.config import DSparkConfig, HeadType, canonical_rope
+from dspark_train.draft.families import (
+    LAYER_FAMILIES,
+    Family,
+    full_attention_view,
+    gemma4_problems,
+    is_gemma4_text,
+    text_fields,
+)
 from dspark_train.errors import UserError
 
 
@@ -15,6 +23,9 @@ class DraftRecipe:
 
     num_layers: int = 5
     """Decoder layers of the backbone."""
+    layers: Literal["auto", "qwen3", "gemma4"] = "auto"
+    """Kind of these layers, by which engines know the draft: ``gemma4`` for dense Gemma 4 targets, ``qwen3`` for all
+    others."""
     block_size: int = 7
     """Draft tokens per round (γ)."""
     head: HeadType = "vanilla"
@@ -70,6 +81,8 @@ def build_config(
     Raises:
         UserError: names every combination that cannot work.
     """
+    family = family_fields(recipe, target)
+    target = full_attention_view(target)
     rope = canonical_rope(target.to_dict())
     if rope is None:
         raise UserError(
@@ -92,12 +105,12 @@ def build_config(
         or "silu",
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        rope_parameters=rope,
+        rope_parameters=family.pop("rope_parameters", rope),
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
         pad_token_id=None,
-        architectures=["Qwen3DSparkModel"],
+        **family,
         block_size=recipe.block_size,
         num_target_layers=target.num_hidden_layers,
         target_layer_ids=list(layer_ids),
@@ -122,6 +135,32 @@ def build_config(
         raise UserError(f"draft.vocab_coverage {recipe.vocab_coverage} must lie in (0, 1]")
     config.check()
     return config
+
+
+def family_fields(recipe: DraftRecipe, target: Any) -> dict[str, Any]:
+    """The configuration's fields for the kind of its layers.
+
+    Raises:
+        UserError: Gemma 4 layers for a target that they do not fit.
+    """
+    text = target.to_dict()
+    problems = gemma4_problems(text) if is_gemma4_text(target) else [f"model type {target.model_type}"]
+    family: Family = recipe.layers if recipe.layers != "auto" else "qwen3" if problems else "gemma4"
+    fields: dict[str, Any] = {
+        "layer_family": family,
+        "architectures": [LAYER_FAMILIES[family].architecture],
+    }
+    if family == "qwen3":
+        return fields
+    if problems:
+        raise UserError(
+            f"draft.layers gemma4 is for dense Gemma 4 targets, and this one has {', '.join(problems)}: leave it auto"
+        )
+    return fields | {
+        "attention_k_eq_v": bool(text["attention_k_eq_v"]),
+        "rope_parameters": canonical_rope(text),
+        "target_text_config": text_fields(text),
+    }
 
 
 def choose_mask_token(tokenizer: Any, vocab_size: int) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config
 from dspark_train.interchange.dflash import read_dflash
-from dspark_train.interchange.native import ARCHITECTURE, read_native
+from dspark_train.interchange.native import ARCHITECTURES, read_native
 from dspark_train.interchange.specforge import read_specforge
 from dspark_train.interchange.speculators import read_speculators
 
@@ -43,7 +43,7 @@ def detect(folder: Path) -> Layout:
         return "specforge"
     if isinstance(nested, dict) or any(str(name).startswith("DFlash") for name in names):
         return "dflash"
-    if ARCHITECTURE in names or "markov_rank" in config:
+    if any(name in names for name in ARCHITECTURES) or "markov_rank" in config:
         return "native"
     raise UserError(
         f"{folder}: architectures {names or 'missing'}; expected a DSpark draft (native, "
