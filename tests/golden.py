@@ -18,6 +18,8 @@ from dspark_train.structures import Blocks
 
 FOLDER = Path(__file__).parent / "fixtures" / "golden"
 HEADS = ("vanilla", "gated", "rnn", "parallel")
+GEMMA4 = ("gemma4", "gemma4_kv_shared")
+"""Drafts with Gemma 4's layers: values of their own, and keys shared as values."""
 
 
 @dataclass(frozen=True)

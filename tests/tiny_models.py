@@ -43,6 +43,20 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
             head_dim=8, sliding_window=16, final_logit_softcapping=10.0, query_pre_attn_scalar=8, **settings
         )
         kind = transformers.Gemma3ForCausalLM
+    elif family in ("gemma4", "gemma4_kv_shared"):
+        layers = ["sliding_attention", "full_attention"] * (settings["num_hidden_layers"] // 2)
+        config = transformers.Gemma4TextConfig(
+            head_dim=8,
+            global_head_dim=16,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=family == "gemma4_kv_shared",
+            layer_types=layers,
+            sliding_window=16,
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=10.0,
+            **settings,
+        )
+        kind = transformers.Gemma4ForCausalLM
     else:
         raise ValueError(family)
     torch.manual_seed(seed)

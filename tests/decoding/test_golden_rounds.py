@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import HEADS, load_golden
+from golden import GEMMA4, HEADS, load_golden
 from tiny_models import tiny_draft, tiny_target
 
 from dspark_train.decoding.decoder import generate
@@ -18,7 +18,7 @@ from dspark_train.structures import Blocks
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [*HEADS, *GEMMA4])
 @pytest.mark.parametrize("slot", [0, 2])
 @torch.inference_mode()
 def test_greedy_rounds_agree_with_the_reference(head: str, slot: int) -> None:

@@ -1,10 +1,10 @@
-"""Agreement with the reference implementation's numbers, for all four heads."""
+"""Agreement with the reference implementation's numbers, for all four heads and both layouts of Gemma 4."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from golden import HEADS, load_golden
+from golden import GEMMA4, HEADS, load_golden
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dspark_train.data.blocks import slot_weights
@@ -15,7 +15,7 @@ from dspark_train.training.terms import SupervisedRows
 FORWARD, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # absolute, relative, relative to each tensor's norm
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [*HEADS, *GEMMA4])
 def test_blocks_and_forward(head: str) -> None:
     golden = load_golden(head)
     blocks, supervised = golden.blocks, golden.blocks.supervised
@@ -28,7 +28,7 @@ def test_blocks_and_forward(head: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "fused"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [*HEADS, *GEMMA4])
 def test_losses_and_gradients(head: str, form: str) -> None:
     golden = load_golden(head)
     draft, blocks, expected = golden.draft, golden.blocks, golden.expected
@@ -43,7 +43,7 @@ def test_losses_and_gradients(head: str, form: str) -> None:
     states = golden.tensors["target_last_hidden"].flatten(0, 1)[rows.position]
     alphas = expected["alphas"]
     if form == "plain":
-        target_logits = (states @ draft.head_weight.T)[rows.target_row]
+        target_logits = draft.base_logits(states)[rows.target_row]
         ce, l1, accept = row_losses(draft.logits(hidden, latent), target_logits, labels)
         loss = (weights * (alphas["ce"] * ce + alphas["l1"] * l1)).sum() / total
     else:
@@ -59,6 +59,7 @@ def test_losses_and_gradients(head: str, form: str) -> None:
             weights / total,
             ce_coef=alphas["ce"],
             tv_coef=alphas["l1"],
+            softcap=draft.config.final_logit_softcapping,
         )
         ce, l1, accept, loss = sums.ce, sums.l1, sums.accept, sums.loss
     golden_accept = golden.kept("accept_rate").flatten()[rows.slot]

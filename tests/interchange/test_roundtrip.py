@@ -60,7 +60,7 @@ def passes(draft: DSparkDraft) -> tuple[torch.Tensor, DraftOutput]:
         return draft.logits(output.hidden, output.latent), output
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "parallel"])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "parallel", "gemma4", "gemma4_kv_shared"])
 def test_the_independent_reader_agrees_with_the_reference_implementation(kind: str) -> None:
     folder = GOLDEN / kind
     plain = PlainDraft(folder / "checkpoint")

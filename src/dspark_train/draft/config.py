@@ -1,4 +1,4 @@
-"""The draft's configuration: a flat Qwen3 config plus the DSpark fields that serving engines read."""
+"""The draft's configuration: a flat Qwen3 config and the DSpark fields that serving engines read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from dspark_train.draft.families import FAMILIES, LAYER_FAMILIES, LayerFamily, from_gemma4
 from dspark_train.errors import UserError
 from dspark_train.target.config import layer_id_problems
 
@@ -98,14 +99,31 @@ class DSparkConfig(Qwen3Config):
     """The target's soft-cap, applied to the draft's base logits."""
     sliding_window_non_causal: bool = False
     """In layers with a window (``layer_types``, ``sliding_window``) too, slots see their whole block."""
+    layer_family: str = "qwen3"
+    """Kind of the decoder layers, one of :data:`~dspark_train.draft.families.FAMILIES`."""
+    attention_k_eq_v: bool = False
+    """Values come from the projection of the keys (Gemma 4)."""
+    target_text_config: dict[str, Any] | None = None
+    """Fields of the target's text configuration that a Gemma 4 draft carries along."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         if self.architectures is None:
-            self.architectures = ["Qwen3DSparkModel"]
+            self.architectures = [self.family.architecture]
         if self.markov_rank == 0:
             self.markov_head_type = "none"
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read ``config.json`` of any family."""
+        raw, rest = super().get_config_dict(*args, **kwargs)
+        return from_gemma4(raw), rest
+
+    @property
+    def family(self) -> LayerFamily:
+        """What is particular to the decoder layers."""
+        return LAYER_FAMILIES.get(self.layer_family, LAYER_FAMILIES["qwen3"])
 
     @property
     def head_type(self) -> HeadType:
@@ -185,11 +203,23 @@ class DSparkConfig(Qwen3Config):
                 "sample_from_anchor false is the anchor-conditioned layout, which predicts at the masks only: "
                 "this project's drafts predict from the anchor too",
             ),
+            (
+                self.layer_family not in FAMILIES,
+                f"layer_family {self.layer_family!r} is not one of {', '.join(FAMILIES)}",
+            ),
+            (
+                self.attention_k_eq_v and not self.family.normed_values,
+                f"attention_k_eq_v is set, but {self.layer_family} layers project their values",
+            ),
+            (
+                self.layer_family == "gemma4" and set(self.layer_types or ()) - {"full_attention"} != set(),
+                f"layer_types {self.layer_types}: Gemma 4 draft layers have full attention only",
+            ),
         ]
         return [
             *(text for wrong, text in rules if wrong),
             *layer_id_problems("target_layer_ids", self.layer_ids, self.num_target_layers),
-            *rope_problems(self.rope_parameters),
+            *rope_problems(self.rope_parameters, self.layer_family),
         ]
 
 
@@ -216,10 +246,12 @@ def canonical_rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**settings, "rope_type": kind, "rope_theta": float(theta)}
 
 
-def rope_problems(rope: Mapping[str, Any] | None) -> list[str]:
-    """What the draft's Qwen3 layers cannot carry of canonical rotary settings."""
+def rope_problems(rope: Mapping[str, Any] | None, family: str = "qwen3") -> list[str]:
+    """What the draft's layers cannot carry of canonical rotary settings."""
     settings, problems = rope or {}, []
     partial = settings.get("partial_rotary_factor")
+    if family == "gemma4" and settings.get("rope_type") == "proportional":
+        return []  # which rotates a part of each head, and drafts with Gemma 4's layers do so, too
     if partial not in (None, 1, 1.0):
         problems.append(
             f"partial_rotary_factor {partial}: a draft's layers rotate whole heads, and would be another draft without"

@@ -32,8 +32,10 @@ def matrix_flops(draft: DSparkDraft, load: Load) -> float:
     A backward pass multiplies twice as much as the forward pass, but for ``fc``, whose inputs need no gradient.
     """
     context = sum(
-        layer.self_attn.k_proj.weight.numel() + layer.self_attn.v_proj.weight.numel()
+        projection.weight.numel()
         for layer in draft.layers
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        if projection is not None
     )
     slots = sum(
         module.weight.numel()

@@ -31,14 +31,19 @@ def initialise(draft: DSparkDraft, recipe: DraftRecipe, target: FrozenTarget) ->
 def copy_target_layers(draft: DSparkDraft, target: FrozenTarget) -> None:
     """Start the backbone from the target's last decoder layers, and the context from its deepest tapped state.
 
-    Projections and norms are copied by name; norms that the target lacks keep their start.
+    Projections and norms are copied by name; norms that the target lacks keep their start. Gemma 4 layers come from
+    the target's last full-attention layers, which have their shape.
     """
-    first = target.num_layers - len(draft.layers)
-    if first < 0:
+    sources, kind = list(target.layers), "layers"
+    if draft.config.layer_family == "gemma4":
+        kinds = target.config.layer_types
+        sources = [layer for layer, name in zip(sources, kinds, strict=True) if name == "full_attention"]
+        kind = "layers of full attention"
+    if len(sources) < len(draft.layers):
         raise UserError(
-            f"draft.init target_layers: the draft has {len(draft.layers)} layers, the target only {target.num_layers}"
+            f"draft.init target_layers: the draft has {len(draft.layers)} layers, the target only {len(sources)} {kind}"
         )
-    for layer, source in zip(draft.layers, target.layers[first:], strict=True):
+    for layer, source in zip(draft.layers, sources[-len(draft.layers) :], strict=True):
         theirs = dict(source.named_parameters())
         for name, parameter in layer.named_parameters():
             if name not in theirs:

@@ -1,4 +1,6 @@
-"""One decoder layer of the draft's backbone, as in Qwen3, whose attention reads the target's context.
+"""One decoder layer of the draft's backbone, whose attention reads the target's context.
+
+What differs between Qwen3's layers and Gemma 4's is data (:class:`~dspark_train.draft.families.LayerFamily`).
 
 H is the number of query heads, K of key-value heads, h the head size (other letters:
 :mod:`dspark_train.structures`).
@@ -48,15 +50,20 @@ class DraftAttention(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = 1.0 if config.family.unit_scale else config.head_dim**-0.5
         queries, keys = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, queries * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, keys * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys * config.head_dim, bias=bias)
+        self.v_proj = (
+            None
+            if config.attention_k_eq_v
+            else nn.Linear(config.hidden_size, keys * config.head_dim, bias=bias)
+        )
         self.o_proj = nn.Linear(queries * config.head_dim, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.value_eps = config.rms_norm_eps if config.family.normed_values else None
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Project layer-normed states ``[.., d]`` to rotated queries ``[.., H, h]``."""
@@ -66,12 +73,14 @@ class DraftAttention(nn.Module):
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Project layer-normed block states or the context ``[.., d]`` to keys and values ``[.., K, h]``."""
         keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        values = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        values = keys if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.value_eps is not None:
+            values = F.rms_norm(values, (self.head_dim,), eps=self.value_eps)
         return rotate(self.k_norm(keys).to(keys.dtype), rotation), values
 
 
 class DraftMLP(nn.Module):
-    """Gated feed-forward network (SwiGLU with the default activation)."""
+    """Gated feed-forward network (SwiGLU with Qwen3's activation, GeGLU with Gemma 4's)."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -86,7 +95,7 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm decoder layer over block states."""
+    """Decoder layer over block states, with norms before its parts and, in Gemma 4's form, after them."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -94,6 +103,12 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norms_after = config.family.norms_after
+        if self.norms_after:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layer_scalar: Tensor | None
+        self.register_buffer("layer_scalar", torch.ones(1) if config.family.layer_scalar else None)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Update block states.
@@ -109,5 +124,11 @@ class DraftLayer(nn.Module):
         normed = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(normed, rotation)
         mixed = attend(self.self_attn.queries(normed, rotation), keys, values)
-        x = x + self.self_attn.o_proj(mixed.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.self_attn.o_proj(mixed.flatten(-2))
+        if self.norms_after:
+            x = x + self.post_attention_layernorm(mixed)
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + mixed
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)

@@ -93,8 +93,12 @@ def start_linearly(draft: DSparkDraft, samples: StartSamples) -> None:
         samples: some ten thousand positions of the training answers.
 
     Raises:
-        UserError: the draft has a single key-value head, where two groups are needed.
+        UserError: the draft has a single key-value head, where two groups are needed, or other layers than Qwen3's.
     """
+    if draft.config.layer_family != "qwen3":
+        raise UserError(
+            "draft.init linear sets Qwen3 layers, and this draft has Gemma 4's: set draft.init: random or target_layers"
+        )
     attention = draft.layers[0].self_attn
     heads, channels = draft.config.num_key_value_heads or 0, attention.head_dim
     if heads < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dspark_train.draft.attention import AttentionLayout, block_attention
 from dspark_train.draft.config import DSparkConfig
+from dspark_train.draft.families import to_gemma4
 from dspark_train.draft.flex import FlexLayout, flex_block_attention
 from dspark_train.draft.heads import ConfidenceHead, SequentialHead
 from dspark_train.draft.layers import DraftLayer, RMSNorm, Rotation
@@ -246,6 +248,8 @@ class DSparkDraft(PreTrainedModel):
             fresh = Qwen3RotaryEmbedding(self.config)
             module.inv_freq.copy_(fresh.inv_freq)
             module.original_inv_freq.copy_(fresh.original_inv_freq)
+        if isinstance(module, DraftLayer) and module.layer_scalar is not None:
+            module.layer_scalar.fill_(1.0)
         if isinstance(module, SequentialHead):
             module.markov_w2.weight.zero_()
 
@@ -273,6 +277,9 @@ class DSparkDraft(PreTrainedModel):
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         config.save_pretrained(aside)
+        if config.layer_family == "gemma4":
+            written = to_gemma4(config.to_dict())
+            (aside / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
         save_file(state, aside / "model.safetensors", metadata={"format": "pt"})
         shutil.rmtree(folder, ignore_errors=True)
         aside.replace(folder)

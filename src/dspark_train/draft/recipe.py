@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dspark_train.draft.config import ROPE_TYPES, DSparkConfig, HeadType, canonical_rope
+from dspark_train.draft.families import (
+    LAYER_FAMILIES,
+    Family,
+    full_attention_view,
+    gemma4_problems,
+    is_gemma4_text,
+    text_fields,
+)
 from dspark_train.errors import UserError
 from dspark_train.target.config import config_size
 
@@ -25,6 +33,9 @@ class DraftRecipe:
 
     num_layers: int = 5
     """Decoder layers of the backbone."""
+    layers: Literal["auto", "qwen3", "gemma4"] = "auto"
+    """Kind of these layers, by which engines know the draft: ``gemma4`` for dense Gemma 4 targets, ``qwen3`` for all
+    others."""
     block_size: int = 7
     """Draft tokens per round (γ)."""
     head: HeadType = "vanilla"
@@ -99,6 +110,8 @@ def build_config(
     Raises:
         UserError: names every combination that cannot work.
     """
+    family = family_fields(recipe, target)
+    target = full_attention_view(target)
     mask = recipe.mask_token_id if recipe.mask_token_id is not None else mask_token_id
     heads, kv_heads, head_dim = attention_shape(recipe, target)
     activation = getattr(target, "hidden_act", None) or getattr(target, "hidden_activation", None)
@@ -113,13 +126,13 @@ def build_config(
         hidden_act=activation if activation in GATED_ACTIVATIONS else "silu",
         max_position_embeddings=getattr(target, "max_position_embeddings", None) or 32768,
         rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
-        rope_parameters=rope_settings(recipe.rope, target),
+        rope_parameters=family.pop("rope_parameters", None) or rope_settings(recipe.rope, target),
         **window_fields(recipe),
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
         pad_token_id=None,
-        architectures=["Qwen3DSparkModel"],
+        **family,
         block_size=recipe.block_size,
         num_target_layers=num_layers or target.num_hidden_layers,
         target_layer_ids=list(layer_ids),
@@ -256,6 +269,32 @@ def window_fields(recipe: DraftRecipe) -> dict[str, Any]:
             "full_attention" if layer in (full or []) else "sliding_attention"
             for layer in range(recipe.num_layers)
         ],
+    }
+
+
+def family_fields(recipe: DraftRecipe, target: Any) -> dict[str, Any]:
+    """The configuration's fields for the kind of its layers.
+
+    Raises:
+        UserError: Gemma 4 layers for a target that they do not fit.
+    """
+    text = target.to_dict()
+    problems = gemma4_problems(text) if is_gemma4_text(target) else [f"model type {target.model_type}"]
+    family: Family = recipe.layers if recipe.layers != "auto" else "qwen3" if problems else "gemma4"
+    fields: dict[str, Any] = {
+        "layer_family": family,
+        "architectures": [LAYER_FAMILIES[family].architecture],
+    }
+    if family == "qwen3":
+        return fields
+    if problems:
+        raise UserError(
+            f"draft.layers gemma4 is for dense Gemma 4 targets, and this one has {', '.join(problems)}: leave it auto"
+        )
+    return fields | {
+        "attention_k_eq_v": bool(text["attention_k_eq_v"]),
+        "rope_parameters": canonical_rope(text),
+        "target_text_config": text_fields(text),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint, read_config
 from dspark_train.interchange.dflash import read_dflash
-from dspark_train.interchange.native import ARCHITECTURE, read_native
+from dspark_train.interchange.native import ARCHITECTURES, read_native
 from dspark_train.interchange.specforge import read_specforge
 from dspark_train.interchange.speculators import read_speculators
 
@@ -38,7 +38,7 @@ def detect(folder: Path) -> Layout:
     names = given if isinstance(given, list) else []
     if "speculators_model_type" in config:
         return "speculators"
-    if ARCHITECTURE in names:
+    if any(name in names for name in ARCHITECTURES):
         return "native"
     nested = config.get("dflash_config")
     if "DSparkDraftModel" in names and isinstance(nested, dict):

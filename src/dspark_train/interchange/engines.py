@@ -45,6 +45,8 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
         config: canonical native configuration, as it would be written.
         engine: to serve it.
     """
+    if config.get("layer_family") == "gemma4":
+        return gemma4_problems(config, engine)
     rope = config["rope_parameters"] or {}
     kind, partial = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     rules = {
@@ -86,6 +88,21 @@ def problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
             f"its feed-forward layers know silu only, not {config['hidden_act']}": config["hidden_act"]
             != "silu",
         }
+    return [f"{VERSIONS[engine]}: {text}" for text, wrong in rules.items() if wrong]
+
+
+def gemma4_problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
+    """Return why ``engine`` cannot serve a Gemma 4 draft; empty where it can."""
+    if engine == "sglang":
+        return [f"{VERSIONS[engine]}: it has no Gemma4DSparkModel"]
+    rules = {
+        "it caches one projection for keys and values, and this target projects values of their own "
+        "(attention_k_eq_v false)": not config["attention_k_eq_v"],
+        f"its loader knows vanilla heads only, not {config['markov_head_type']}": (
+            config["markov_head_type"] in ("gated", "rnn")
+        ),
+        "it has no reduced draft vocabulary for Gemma 4": config.get("draft_vocab_size") is not None,
+    }
     return [f"{VERSIONS[engine]}: {text}" for text, wrong in rules.items() if wrong]
 
 

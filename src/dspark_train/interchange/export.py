@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.draft.config import canonical_rope
+from dspark_train.draft.families import LAYER_FAMILIES
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import MAX_SHARD_BYTES, DraftCheckpoint, write_checkpoint
 from dspark_train.interchange.dflash import to_dflash
@@ -144,7 +145,12 @@ def rewrite(
     scale = checkpoint.config["embedding_scale"]
     if temperature is not None:
         checkpoint = fold_temperature(checkpoint, temperature)
-    if layout != "dflash":  # which holds no embedding to fold the scale into
+    family = LAYER_FAMILIES[checkpoint.config["layer_family"]]
+    if layout in ("speculators", "dflash") and checkpoint.config["layer_family"] != "qwen3":
+        raise UserError(f"format {layout} holds Qwen3 layers only, and this draft has Gemma 4's: use native")
+    if family.root_scaled:
+        checkpoint = add_empty_head(checkpoint)
+    elif layout != "dflash":  # which holds no embedding to fold the scale into
         checkpoint = add_empty_head(fold_embedding_scale(checkpoint))
     if layout in ("native", "sglang"):
         checkpoint = fold_vocabulary(checkpoint, target.head.cpu())

@@ -217,6 +217,9 @@ def warm_start(draft: DSparkDraft, given: str | Path) -> WarmStart:
         own[name].fill_(math.nan)
         if name in values:
             own[name].copy_(values[name])
+    for name, buffer in draft.named_buffers():
+        if name.endswith("layer_scalar"):  # stored, never trained
+            buffer.copy_(values[name])
     missing = [name for name in copied if not bool(own[name].isfinite().all())]
     if missing:
         raise UserError(
@@ -251,6 +254,11 @@ def _check_backbone(source: Path, config: dict[str, Any], own: DSparkConfig) -> 
         f"{name} {config[name]} (this run: {getattr(own, name)})"
         for name in (*names, "num_hidden_layers", "vocab_size")
         if config[name] != getattr(own, name)
+    ]
+    wrong += [
+        f"{name} {config.get(name, default)} (this run: {getattr(own, name)})"
+        for name, default in (("layer_family", "qwen3"), ("attention_k_eq_v", False))
+        if config.get(name, default) != getattr(own, name)
     ]
     if config["target_layer_ids"] != list(own.layer_ids):
         wrong.append(f"target_layer_ids {config['target_layer_ids']} (this run: {list(own.layer_ids)})")

@@ -1,4 +1,4 @@
-"""The native layout: flat Qwen3 ``config.json`` with the DSpark fields on top, tensors without a prefix.
+"""The native layout: flat Qwen3 or Gemma 4 ``config.json`` with the DSpark fields on top, tensors without a prefix.
 
 It is what vLLM and SGLang read, and what :class:`dspark_train.draft.model.DSparkDraft` saves and loads.
 Every other layout of this package is translated to and from it. Shape legend: :mod:`dspark_train.structures`.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.draft.config import LAYER_TYPES, DSparkConfig, canonical_rope, rope_problems
+from dspark_train.draft.families import LAYER_FAMILIES, from_gemma4, to_gemma4
 from dspark_train.draft.model import tensor_shapes
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import (
@@ -25,8 +26,8 @@ from dspark_train.interchange.checkpoint import (
     read_tensors,
 )
 
-ARCHITECTURE = "Qwen3DSparkModel"
-"""The only name under which vLLM takes the folder for a dense DSpark draft."""
+ARCHITECTURES = tuple(family.architecture for family in LAYER_FAMILIES.values())
+"""The only names under which vLLM takes a folder for a dense DSpark draft."""
 
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 """Copies of the target's weights: optional in every layout, never trained."""
@@ -79,6 +80,9 @@ DSPARK_DEFAULTS: dict[str, Any] = {
     "sample_from_anchor": True,
     "embedding_scale": 1.0,
     "final_logit_softcapping": None,
+    "layer_family": "qwen3",
+    "attention_k_eq_v": False,
+    "target_text_config": None,
 }
 """What a missing DSpark field means in the native layout, as vLLM reads it."""
 
@@ -226,6 +230,7 @@ def shape_config(config: Mapping[str, Any]) -> DSparkConfig:
         **{name: config[name] for name in (*REQUIRED_FIELDS, "head_dim", *SHAPE_FIELDS)},
         attention_bias=bool(config["attention_bias"]),
         **written_windows(config),
+        **{name: config.get(name, DSPARK_DEFAULTS[name]) for name in ("layer_family", "attention_k_eq_v")},
         draft_vocab_size=config.get("draft_vocab_size"),
         bos_token_id=None,
         eos_token_id=None,
@@ -255,7 +260,11 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
         f"draft_vocab_size {reduced!r} is no integer": reduced is None or type(reduced) is int,
     }
     problems = [text for text, right in types.items() if not right]
-    problems = problems or [*shape_config(config).problems(), *rope_problems(config["rope_parameters"])]
+    family = config.get("layer_family", "qwen3")
+    problems = problems or [
+        *shape_config(config).problems(),
+        *rope_problems(config["rope_parameters"], family),
+    ]
     if problems:
         raise UserError(f"{where}: {'; '.join(problems)}")
 
@@ -331,8 +340,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def read_native(folder: Path) -> DraftCheckpoint:
     """Read a native folder: an export of this project, a run's ``draft``, or a DeepSpec checkpoint."""
-    raw, notes = read_config(folder / "config.json"), list[str]()
-    where = f"{folder / 'config.json'}"
+    where, notes = f"{folder / 'config.json'}", list[str]()
+    raw = read_config(folder / "config.json")
+    check_rope_types(raw, where)
+    raw = from_gemma4(raw)
     config = layer_fields(raw, where, notes)
     needed = ("block_size", "target_layer_ids", "mask_token_id", "markov_rank", "num_target_layers")
     missing = [name for name in needed if raw.get(name) is None]
@@ -367,11 +378,19 @@ def head_type(value: Any, rank: int, where: str, notes: list[str]) -> str:
 
 
 def native_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return ``config.json`` of the native layout: every field explicit, rope settings in both forms."""
+    """Return ``config.json`` of the native layout: every field explicit, rope settings in both forms.
+
+    Raises:
+        UserError: a Gemma 4 draft for a target whose embeddings are not scaled as Gemma's are.
+    """
     written = {name: value for name, value in config.items() if value is not None}
+    if config.get("layer_family") == "gemma4":
+        return to_gemma4({**config, "dtype": dtype_name(dtype), "use_cache": True})
+    for name in ("layer_family", "attention_k_eq_v"):
+        written.pop(name, None)
     rope = config["rope_parameters"]
     written |= {
-        "architectures": [ARCHITECTURE],
+        "architectures": [LAYER_FAMILIES["qwen3"].architecture],
         "model_type": "qwen3",
         "dtype": dtype_name(dtype),
         "rope_parameters": rope,

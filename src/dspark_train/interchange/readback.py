@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class PlainDraft:
             top, from_anchor = raw, raw.get("sample_from_anchor", False)
         else:
             nested = raw.get("dflash_config") or {}
-            layer, top = raw, {**raw, **nested}
+            layer, top = _gemma4_layer(raw) or raw, {**raw, **nested}
             taps, default = top["target_layer_ids"], not nested or "DSparkDraftModel" in raw["architectures"]
             from_anchor = top.get("sample_from_anchor", default)
         if not from_anchor:
@@ -75,12 +76,13 @@ class PlainDraft:
         self.kind = top.get("markov_head_type", "vanilla") if self.rank else "none"
         self.with_markov = bool(top.get("confidence_head_with_markov", False))
         self.has_confidence = bool(top.get("enable_confidence_head", False))
-        self.scale = float(top.get("embedding_scale") or 1.0)
+        self.gemma4 = "Gemma4DSparkModel" in (raw.get("architectures") or [])
+        self.scale = float(layer.get("embedding_scale") or 1.0)
         self.cap = top.get("final_logit_softcapping")
         self.head_dim, self.eps = int(layer["head_dim"]), float(layer.get("rms_norm_eps", 1e-6))
         self.layer_count = int(layer["num_hidden_layers"])
         self.windows = _windows(layer, top)
-        self.activation = getattr(torch.nn.functional, layer.get("hidden_act", "silu"))
+        self.activation = _activation(layer.get("hidden_act", "silu"))
         self.inverse_frequencies, self.rope_factor = rope_frequencies(
             {
                 **(layer.get("rope_scaling") or {}),
@@ -133,17 +135,27 @@ class PlainDraft:
         positions = torch.cat([torch.arange(context.shape[0]), slots])
         query = self._heads(prefix + "self_attn.q_", normed, slots)
         key = self._heads(prefix + "self_attn.k_", source, positions)
-        value = self._linear(source, prefix + "self_attn.v_proj").unflatten(-1, (-1, self.head_dim))
+        values = "v" if prefix + "self_attn.v_proj.weight" in self.weights else "k"
+        value = self._linear(source, f"{prefix}self_attn.{values}_proj").unflatten(-1, (-1, self.head_dim))
+        value = self._unit(value) if self.gemma4 else value
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        scores = torch.einsum("qhe,khe->hqk", query, key) / math.sqrt(self.head_dim)
+        scores = torch.einsum("qhe,khe->hqk", query, key) / (1.0 if self.gemma4 else math.sqrt(self.head_dim))
         ahead = positions - slots[:, None]
         scores = scores.masked_fill((ahead <= -window) | (causal & (ahead > 0)), -math.inf)
         mixed = torch.einsum("hqk,khe->qhe", scores.softmax(-1), value).flatten(1)
-        x = x + self._linear(mixed, prefix + "self_attn.o_proj")
-        normed = self._norm(x, prefix + "post_attention_layernorm.weight")
-        gate = self.activation(self._linear(normed, prefix + "mlp.gate_proj"))
-        return x + self._linear(gate * self._linear(normed, prefix + "mlp.up_proj"), prefix + "mlp.down_proj")
+        mixed = self._linear(mixed, prefix + "self_attn.o_proj")
+        if self.gemma4:
+            x = x + self._norm(mixed, prefix + "post_attention_layernorm.weight")
+            wide = self._feed_forward(prefix, self._norm(x, prefix + "pre_feedforward_layernorm.weight"))
+            x = x + self._norm(wide, prefix + "post_feedforward_layernorm.weight")
+            return x * self.weights[prefix + "layer_scalar"]
+        x = x + mixed
+        return x + self._feed_forward(prefix, self._norm(x, prefix + "post_attention_layernorm.weight"))
+
+    def _feed_forward(self, prefix: str, x: Tensor) -> Tensor:
+        gate = self.activation(self._linear(x, prefix + "mlp.gate_proj"))
+        return self._linear(gate * self._linear(x, prefix + "mlp.up_proj"), prefix + "mlp.down_proj")
 
     def _walk(self, hidden: Tensor, anchor_token: int) -> GreedyBlock:
         """Walk the slots ``[γ, d]`` left to right through the sequential and confidence heads."""
@@ -198,7 +210,10 @@ class PlainDraft:
         return product if bias is None else product + bias
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weights[name]
+        return self._unit(x) * self.weights[name]
+
+    def _unit(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
 def _read_all(folder: Path) -> dict[str, Tensor]:
@@ -224,11 +239,31 @@ def _windows(layer: dict[str, Any], top: dict[str, Any]) -> list[tuple[float, bo
     return [(window, bool(causal)) if kind == "sliding_attention" else (math.inf, False) for kind in types]
 
 
+def _gemma4_layer(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """What a Gemma 4 draft's configuration says of its layers, in Qwen3's names; None for other drafts."""
+    if "Gemma4DSparkModel" not in (raw.get("architectures") or []):
+        return None
+    dtype = getattr(torch, raw["dtype"])
+    return raw | {
+        "embedding_scale": torch.tensor(float(raw["hidden_size"])).sqrt().to(dtype).item(),
+        "head_dim": raw["global_head_dim"],
+        "hidden_act": raw["hidden_activation"],
+        "rope_parameters": raw["rope_parameters"]["full_attention"],
+    }
+
+
+def _activation(name: str) -> Any:
+    """Activation of the feed-forward networks by its name in configurations."""
+    if name == "gelu_pytorch_tanh":
+        return partial(torch.nn.functional.gelu, approximate="tanh")
+    return getattr(torch.nn.functional, name)
+
+
 def rope_frequencies(settings: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """Return inverse frequencies ``[h/2]`` and the factor of cosines and sines.
 
-    Kinds: default; linear; llama3 (Llama 3.1); yarn (Peng et al., 2023). Others depend on the sequence's
-    length while it grows, which a cached context cannot follow.
+    Kinds: default; linear; llama3 (Llama 3.1); yarn (Peng et al., 2023); proportional (Gemma 4). Others depend on the
+    sequence's length while it grows, which a cached context cannot follow.
 
     Raises:
         UserError: another kind.
@@ -239,6 +274,9 @@ def rope_frequencies(settings: dict[str, Any], head_dim: int) -> tuple[Tensor, f
     if kind == "default":
         return plain, 1.0
     factor = float(settings.get("factor", 1.0))
+    if kind == "proportional":
+        turned = torch.arange(head_dim // 2) < int(settings.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        return plain / factor * turned, 1.0
     if kind == "linear":
         return plain / factor, 1.0
     original = float(settings.get("original_max_position_embeddings") or 0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dspark_train.draft.families import root_scale
 from dspark_train.errors import UserError
 from dspark_train.interchange.readback import GreedyBlock, PlainDraft
 from dspark_train.structures import Blocks
@@ -64,8 +65,7 @@ def verify_folder(
         UserError: they differ; the folder must not be used.
     """
     config, generator = draft.config, torch.Generator().manual_seed(seed)
-    scaled = (embedding.to(dtype).float() * config.embedding_scale).to(dtype)
-    plain = PlainDraft(folder, scaled, head.to(dtype))
+    plain = PlainDraft(folder, stored_embedding(draft, embedding, dtype), head.to(dtype))
     features = torch.randn(CONTEXT, len(config.layer_ids) * config.hidden_size, generator=generator)
     anchors = torch.linspace(1, CONTEXT, PROBES).long()
     tokens = torch.randint(config.vocab_size, (PROBES,), generator=generator)
@@ -88,17 +88,25 @@ def rounded(
         twin = copy.deepcopy(draft).cpu().eval()
     finally:
         draft.borrowed = borrowed
-    for parameter in twin.parameters():
-        parameter.data = parameter.data.to(dtype).float()
+    scalars = [layer.layer_scalar for layer in twin.layers if layer.layer_scalar is not None]
+    for tensor in (*twin.parameters(), *scalars):
+        tensor.data = tensor.data.to(dtype).float()
     if twin.confidence_head is not None:
         for parameter in twin.confidence_head.parameters():
             parameter.data = (parameter.data.double() / temperature).to(dtype).float()
     ids = draft.draft_token_ids
     rows = head if ids is None else head[ids.cpu()]
-    scaled = (embedding.to(dtype).float() * twin.config.embedding_scale).to(dtype).float()
-    twin.config.embedding_scale = 1.0
-    twin.borrowed = BorrowedVocabulary(scaled, rows.to(dtype).float())
+    stored = stored_embedding(draft, embedding, dtype).float()
+    root_scaled = twin.config.family.root_scaled
+    twin.config.embedding_scale = root_scale(twin.config.hidden_size, dtype) if root_scaled else 1.0
+    twin.borrowed = BorrowedVocabulary(stored, rows.to(dtype).float())
     return twin
+
+
+def stored_embedding(draft: DSparkDraft, embedding: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[V, d]`` as a folder holds it: scaled, unless engines scale it themselves."""
+    scale = 1.0 if draft.config.family.root_scaled else draft.config.embedding_scale
+    return (embedding.to(dtype).float() * scale).to(dtype)
 
 
 @torch.no_grad()
