@@ -23,7 +23,7 @@ from dspark_train.lists import Listed
 if TYPE_CHECKING:
     from dspark_train.data.module import DSparkDataModule
     from dspark_train.data.tokenize import ConversationEncoder
-    from dspark_train.draft.model import DSparkDraft
+    from dspark_train.draft.kinds import Draft
     from dspark_train.structures import DecodingTrace
     from dspark_train.target.frozen import FrozenTarget
 
@@ -281,8 +281,8 @@ class Run:
     # -- the pair that decodes ---------------------------------------------------------------------------------
 
     @cached_property
-    def _pair(self) -> tuple[FrozenTarget, DSparkDraft]:
-        from dspark_train.draft.model import DSparkDraft
+    def _pair(self) -> tuple[FrozenTarget, Draft]:
+        from dspark_train.draft.kinds import load_draft
         from dspark_train.target.config import TargetConfig
         from dspark_train.target.frozen import FrozenTarget
 
@@ -295,7 +295,7 @@ class Run:
         if self.dtype is not None:
             settings.dtype = self.dtype
         target = FrozenTarget.load(settings, rows=config["draft"]["block_size"] + 1)
-        draft: Any = DSparkDraft.load(self.draft_path, dtype=target.dtype)
+        draft: Any = load_draft(self.draft_path, dtype=target.dtype)
         draft.to(target.device).eval()
         draft.borrow(target)
         return target, draft
@@ -310,7 +310,7 @@ class Run:
         return self._pair[0]
 
     @property
-    def draft(self) -> DSparkDraft:
+    def draft(self) -> Draft:
         """The exported draft, ready to decode: in the target's dtype, on its device, with its embedding and head.
 
         Raises:

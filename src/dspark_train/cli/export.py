@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dspark_train.errors import UserError
 from dspark_train.interchange.engines import ExportFormat
 
 
@@ -38,7 +39,9 @@ def export(options: ExportOptions) -> None:
     """Write a run's draft in the layout of a serving engine, with a model card, and read it back."""
     import torch
 
+    from dspark_train.draft.eagle3 import Eagle3Draft
     from dspark_train.hub import check_push, push
+    from dspark_train.interchange.eagle3 import export_eagle3
     from dspark_train.interchange.export import TargetWeights, export_draft
     from dspark_train.interchange.temperature import single_temperature
     from dspark_train.report.model_card import CardFacts, copy_plots, model_card, write_tokenizer
@@ -50,9 +53,19 @@ def export(options: ExportOptions) -> None:
     cost = single_temperature(run) if options.fold_temperature else None
     folder = options.output or run.path / "export" / options.format
     kind = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    draft = run.draft
+    if isinstance(draft, Eagle3Draft):
+        if options.format != "native" or options.fold_temperature:
+            raise UserError(
+                "an Eagle3 draft is exported in the reference's layout (--format native) and has no confidences"
+            )
+        gap = export_eagle3(draft, folder, kind or run.target.dtype)
+        write_tokenizer(run.target, folder)
+        print(f"wrote {folder} ({draft.config.architectures[0]}); read back: logits within {gap:.1e}")
+        return
     weights = TargetWeights.of(run.target)
     result = export_draft(
-        run.draft,
+        draft,
         weights,
         folder,
         options.format,

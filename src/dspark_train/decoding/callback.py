@@ -16,7 +16,7 @@ from dspark_train.data.conversations import HELD_OUT, Prompt, Split
 from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.decoding.measure import Settings, compare, failures, interleave, seconds_per_token
 from dspark_train.decoding.sampling import SamplingRule
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.kinds import Draft, make_draft
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
@@ -63,7 +63,7 @@ class DecodeValidation(Callback):
         self.rule = SamplingRule(temperature)
         self.settings = Settings(max_new_tokens=max_new_tokens, batch_size=batch_size)
         self._validations = 0
-        self._copy: DSparkDraft | None = None
+        self._copy: Draft | None = None
         self._chosen: list[Prompt] | None = None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,7 +117,7 @@ def metrics(trace: DecodingTrace) -> dict[str, float]:
 
 
 @torch.no_grad()
-def snapshot(draft: DSparkDraft, target: FrozenTarget, copy: DSparkDraft | None = None) -> DSparkDraft:
+def snapshot(draft: Draft, target: FrozenTarget, copy: Draft | None = None) -> Draft:
     """Copy a draft in training into one that decodes: in the target's dtype, whole, without hooks.
 
     Args:
@@ -128,9 +128,7 @@ def snapshot(draft: DSparkDraft, target: FrozenTarget, copy: DSparkDraft | None 
     if copy is None:
         ids = draft.draft_token_ids
         with torch.device(target.device):
-            copy = DSparkDraft(
-                draft.config, target=target, draft_token_ids=None if ids is None else ids.clone()
-            )
+            copy = make_draft(draft.config, target, None if ids is None else ids.clone())
         torch.nn.Module.to(copy, target.device).eval().requires_grad_(False)
         for parameter in copy.parameters():
             parameter.data = parameter.data.to(target.dtype)

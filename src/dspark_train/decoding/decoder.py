@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dspark_train.calibration.online import OnlineSts
 from dspark_train.calibration.sts import conditional
+from dspark_train.decoding.chain_pass import ChainPass
 from dspark_train.decoding.draft_pass import DraftPass, Proposal
 from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.pass_choice import open_pass
@@ -30,7 +31,8 @@ from dspark_train.decoding.programs import Programs
 from dspark_train.decoding.requests import Request, RoundLog, stop_sets, take
 from dspark_train.decoding.sampling import SamplingRule, best_token, draw, verify_greedy, verify_sampled
 from dspark_train.decoding.timing import Stopwatch, Timings
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.eagle3 import Eagle3Draft
+from dspark_train.draft.kinds import Draft
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
@@ -52,7 +54,7 @@ class GenerationResult:
 
 def generate(
     target: FrozenTarget,
-    draft: DSparkDraft | None,
+    draft: Draft | None,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | Sequence[int] = 256,
@@ -103,7 +105,7 @@ class Decoder:
     def __init__(
         self,
         target: FrozenTarget,
-        draft: DSparkDraft | None = None,
+        draft: Draft | None = None,
         policy: Policy | None = None,
         rule: SamplingRule | None = None,
         sts: Sequence[float] | OnlineSts | None = None,
@@ -233,7 +235,7 @@ class ActiveRun:
         self.target = open_pass(decoder.target, slots, length, decoder.draft is not None, *how)
         self.draft = None
         if decoder.draft is not None and decoder.depth > 0:
-            self.draft = DraftPass(decoder.draft, slots, length + decoder.block_size, *how)
+            self.draft = draft_pass(decoder.draft, slots, length + decoder.block_size, *how)
         self.choose = decoder.policy.start()
         self.active: list[Request] = []
         """Request of each slot; the slots in use are the first ones, always."""
@@ -264,11 +266,13 @@ class ActiveRun:
             layout = RowLayout(counts, [known] * len(rows), self.device, first_slot=len(self.active))
             ids = torch.tensor([token for tokens in rows for token in tokens], device=self.device)
             hidden, features = self.target(ids, layout)
-            if self.draft is not None and features is not None:
-                self.draft.append(features, layout)
             last = torch.tensor(counts, device=self.device).cumsum(0) - 1
             logits = self.decoder.target.lm_head(hidden[last])
             first = self._best(logits) if self.rule.greedy else self._draw(self.rule.probabilities(logits))
+            if self.draft is not None and features is not None:
+                following = ids.roll(-1)
+                following[last] = first
+                self.draft.begin(features, layout, following)
             for request, token in zip(requests, first.tolist(), strict=True):
                 request.commit([token])
         self.active += requests
@@ -283,7 +287,7 @@ class ActiveRun:
                 moved = self.active[last]
                 self.target.cache.move(last, slot, moved.position)
                 if self.draft is not None:
-                    self.draft.cache.move(last, slot, moved.position)
+                    self.draft.move(last, slot, moved.position)
                 self.active[slot] = moved
             self.active.pop()
 
@@ -315,10 +319,10 @@ class ActiveRun:
         with self.watch.part("verify"):
             ids = block[0] if layout.single else block[layout.slot, layout.offset]
             hidden, features = self.target.verify(ids, layout, self.decoder.depth + 1)
+        accepted, following = self._verify(hidden, layout, block[:, 1:], proposal)
         if self.draft is not None and features is not None:
             with self.watch.part("draft"):
-                self.draft.append_verified(features, layout, self.decoder.depth + 1)
-        accepted, following = self._verify(hidden, layout, block[:, 1:], proposal)
+                self.draft.follow(features, layout, self.decoder.depth + 1, block, accepted, following)
         self._commit(positions, counts, accepted.tolist(), following.tolist(), proposal)
 
     def _propose(self, anchors: Tensor, positions: list[int]) -> tuple[Proposal | None, list[int]]:
@@ -330,6 +334,9 @@ class ActiveRun:
         """Draft tokens after the anchors ``[R]``; None decodes plainly."""
         if self.draft is None:
             return None
+        if isinstance(self.draft, ChainPass):
+            with self.watch.part("draft"):
+                return self.draft.propose(anchors, positions, self.rule, self.decoder.depth, self.generator)
         with self.watch.part("draft"):
             hidden = self.draft.hidden(anchors, positions)
         with self.watch.part("head"):
@@ -413,7 +420,16 @@ class ActiveRun:
         return draw(probabilities, self.generator)
 
 
-def _check_pair(target: FrozenTarget, draft: DSparkDraft) -> None:
+def draft_pass(
+    draft: Draft, slots: int, length: int, programs: Programs | None = None, compile: bool = False
+) -> DraftPass | ChainPass:
+    """How a draft of its kind proposes; arguments as of :class:`DraftPass`."""
+    if isinstance(draft, Eagle3Draft):
+        return ChainPass(draft, slots, length)
+    return DraftPass(draft, slots, length, programs, compile)
+
+
+def _check_pair(target: FrozenTarget, draft: Draft) -> None:
     config = draft.config
     facts = (
         ("hidden size", config.hidden_size, target.hidden_size),

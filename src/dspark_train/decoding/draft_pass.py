@@ -80,6 +80,26 @@ class DraftPass:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the context of one slot over another."""
+        self.cache.move(source, destination, length)
+
+    def begin(self, features: Tensor, layout: RowLayout, following: Tensor) -> None:
+        """Take the prompts of joining requests: :meth:`append`, whatever the tokens ``[S]`` after each row are."""
+        self.append(features, layout)
+
+    def follow(
+        self,
+        features: Tensor,
+        layout: RowLayout,
+        width: int,
+        block: Tensor,
+        accepted: Tensor,
+        following: Tensor,
+    ) -> None:
+        """Take what a round has verified: :meth:`append_verified`, whatever was accepted."""
+        self.append_verified(features, layout, width)
+
     def append(self, features: Tensor, layout: RowLayout | FixedLayout) -> None:
         """Add context: the target's features ``[S, m·d]`` at the rows of ``layout``.
 

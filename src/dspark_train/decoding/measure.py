@@ -17,7 +17,7 @@ from dspark_train.decoding.policies import Policy
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.statistics import Array, Sampled, bootstrap_weights, ratio
 from dspark_train.decoding.timing import PARTS
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.kinds import Draft
 from dspark_train.files import renamed
 from dspark_train.progress import stage
 from dspark_train.structures import DecodingTrace
@@ -113,7 +113,7 @@ def interleave(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def compare(
     target: FrozenTarget,
-    draft: DSparkDraft,
+    draft: Draft,
     prompts: Sequence[Prompt],
     rule: SamplingRule,
     settings: Settings,

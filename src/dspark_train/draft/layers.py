@@ -9,6 +9,7 @@ H is the number of query heads, K of key-value heads, h the head size (other let
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,18 +48,18 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 class DraftAttention(nn.Module):
     """Projections of one layer; who attends to what is the caller's business (training or decoding)."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: Any, inputs: int | None = None) -> None:
+        """``inputs`` is the width of what is projected; None is the hidden size."""
         super().__init__()
+        inputs = config.hidden_size if inputs is None else inputs
         self.head_dim = config.head_dim
         self.scale = 1.0 if config.family.unit_scale else config.head_dim**-0.5
         queries, keys = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, queries * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys * config.head_dim, bias=bias)
+        self.q_proj = nn.Linear(inputs, queries * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, keys * config.head_dim, bias=bias)
         self.v_proj = (
-            None
-            if config.attention_k_eq_v
-            else nn.Linear(config.hidden_size, keys * config.head_dim, bias=bias)
+            None if config.attention_k_eq_v else nn.Linear(inputs, keys * config.head_dim, bias=bias)
         )
         self.o_proj = nn.Linear(queries * config.head_dim, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -82,7 +83,7 @@ class DraftAttention(nn.Module):
 class DraftMLP(nn.Module):
     """Gated feed-forward network (SwiGLU with Qwen3's activation, GeGLU with Gemma 4's)."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)

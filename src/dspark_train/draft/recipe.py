@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from dspark_train.draft.config import ROPE_TYPES, DSparkConfig, HeadType, canonical_rope
+from dspark_train.draft.eagle3 import ARCHITECTURE, Eagle3Config
 from dspark_train.draft.families import (
     LAYER_FAMILIES,
     Family,
@@ -31,6 +32,9 @@ GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 class DraftRecipe:
     """Shape of the draft; what is left out follows the target."""
 
+    kind: Literal["dspark", "eagle3"] = "dspark"
+    """``dspark``: a block in one pass, with or without heads (without: the parallel draft of DFlash). ``eagle3``: one
+    layer that writes token by token, trained on its own states."""
     num_layers: int = 5
     """Decoder layers of the backbone."""
     layers: Literal["auto", "qwen3", "gemma4"] = "auto"
@@ -82,6 +86,58 @@ class DraftRecipe:
     """Start of the sequential head: ``random``, or ``bigrams``: the token pairs of the training answers."""
     norm_init: float = 1.0
     """Initial weight of the final norm; a small one makes the first logits near uniform."""
+
+
+EAGLE3_OPTIONS = ("kind", "block_size", "intermediate_size", "num_key_value_heads", "norm_init")
+"""Options that an Eagle3 draft has; ``block_size`` is the length of its chain."""
+
+
+def build_eagle3_config(
+    recipe: DraftRecipe,
+    target: Any,
+    layer_ids: tuple[int, ...],
+    *,
+    vocab_size: int,
+    embedding_scale: float = 1.0,
+) -> Eagle3Config:
+    """Configuration of the Eagle3 draft that ``recipe`` asks for; arguments as of :func:`build_config`.
+
+    Raises:
+        UserError: options of another kind of draft, or a target whose features it cannot read.
+    """
+    plain = DraftRecipe()
+    foreign = [
+        f"draft.{field.name}"
+        for field in fields(recipe)
+        if field.name not in EAGLE3_OPTIONS
+        and getattr(recipe, field.name) != getattr(plain, field.name)
+        and not (field.name == "num_layers" and recipe.num_layers == 1)
+    ]
+    if foreign:
+        raise UserError(f"draft.kind eagle3 has no {', '.join(foreign)}: leave them out")
+    like = build_config(plain, target, layer_ids, vocab_size=vocab_size, mask_token_id=0)
+    config = Eagle3Config(
+        **{name: getattr(like, name) for name in LAYER_FIELDS},
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+        architectures=[ARCHITECTURE],
+        num_target_layers=like.num_target_layers,
+        target_layer_ids=list(layer_ids),
+        ttt_length=recipe.block_size,
+        embedding_scale=embedding_scale,
+        final_logit_softcapping=like.final_logit_softcapping,
+    )
+    config.intermediate_size = recipe.intermediate_size or config.intermediate_size
+    config.num_key_value_heads = recipe.num_key_value_heads or config.num_key_value_heads
+    config.check()
+    return config
+
+
+LAYER_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+"""Fields that a draft's layers share, whatever its kind."""
 
 
 def build_config(

@@ -14,7 +14,7 @@ from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.decoding.decoder import Decoder, GenerationResult
 from dspark_train.decoding.policies import Policy
 from dspark_train.decoding.sampling import SamplingRule
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.kinds import Draft
 from dspark_train.errors import UserError
 from dspark_train.evaluation.baselines import PromptLookup
 from dspark_train.evaluation.options import EvaluateOptions
@@ -69,7 +69,7 @@ class DraftMethod:
     """A draft, its head on or off."""
 
     target: FrozenTarget
-    draft: DSparkDraft
+    draft: Draft
     key: str
     label: str
     kind: str = "draft"

@@ -12,7 +12,7 @@ from typing import Any
 from dspark_train.calibration.io import read_sts
 from dspark_train.decoding.policies import Policy, parse_policy
 from dspark_train.decoding.sampling import SamplingRule
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.kinds import Draft, load_draft
 from dspark_train.errors import UserError
 from dspark_train.evaluation.baselines import without_head
 from dspark_train.evaluation.context import context_edges
@@ -40,7 +40,7 @@ class OpenDraft:
     """A draft, what it is called, and where it came from."""
 
     label: str
-    draft: DSparkDraft
+    draft: Draft
     folder: Path
     sts: dict[float, list[float]]
     """``[γ]`` scalings of its confidences by sampling temperature."""
@@ -73,7 +73,7 @@ def retap(target: FrozenTarget, layer_ids: Sequence[int]) -> FrozenTarget:
     return FrozenTarget(target.model, list(layer_ids), target.tokenizer, target.name)
 
 
-def _sts(path: Path, draft: DSparkDraft, options: EvaluateOptions) -> dict[float, list[float]]:
+def _sts(path: Path, draft: Draft, options: EvaluateOptions) -> dict[float, list[float]]:
     """Return what a run fitted for its confidences, by sampling temperature.
 
     Nothing for a draft outside a run, or without a confidence head.
@@ -87,7 +87,7 @@ def _sts(path: Path, draft: DSparkDraft, options: EvaluateOptions) -> dict[float
     return found
 
 
-def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft) -> list[OpenDraft]:
+def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: Draft) -> list[OpenDraft]:
     """Return the run's draft and the further ones, in the order of the table."""
     opened = [
         OpenDraft(
@@ -101,7 +101,7 @@ def open_drafts(options: EvaluateOptions, target: FrozenTarget, own: DSparkDraft
         label, _, given = spec.rpartition("=")
         path = local_folder(given)
         folder = draft_folder(path)
-        draft = DSparkDraft.load(folder, dtype=target.dtype).eval()
+        draft = load_draft(folder, dtype=target.dtype).eval()
         draft.to(device=target.device)
         draft.borrow(target)
         opened.append(OpenDraft(label or Path(given).name, draft, folder, _sts(path, draft, options)))

@@ -15,7 +15,7 @@ from dspark_train.hub import local_folder
 from dspark_train.run import STS_FILE, Dtype, Run
 
 if TYPE_CHECKING:
-    from dspark_train.draft.model import DSparkDraft
+    from dspark_train.draft.kinds import Draft
     from dspark_train.target.frozen import FrozenTarget
 
 
@@ -24,7 +24,7 @@ class Pair:
     """A target and the draft that proposes for it."""
 
     target: FrozenTarget
-    draft: DSparkDraft
+    draft: Draft
     run: Run | None
     """The run that the draft is from; None for a draft on its own."""
     sts: list[float] | None
@@ -82,19 +82,25 @@ def card_fields(folder: Path) -> dict[str, Any]:
 
 
 def _open_draft(folder: Path, target_name: str, dtype: Dtype | None) -> Pair:
-    from dspark_train.draft.model import DSparkDraft
+    from dspark_train.draft.eagle3 import ARCHITECTURE
+    from dspark_train.draft.kinds import load_draft
     from dspark_train.interchange.detect import read_draft
     from dspark_train.interchange.importing import import_folder
     from dspark_train.target.config import TargetConfig
     from dspark_train.target.frozen import FrozenTarget
 
-    config = read_draft(folder).config
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    chain = ARCHITECTURE in described.get("architectures", ())
+    config = described if chain else read_draft(folder).config
     settings = TargetConfig(target_name, layer_ids=config["target_layer_ids"], dtype=dtype or "auto")
-    target = FrozenTarget.load(settings, rows=config["block_size"] + 1)
+    slots = config["ttt_length"] if chain else config["block_size"]
+    target = FrozenTarget.load(settings, rows=slots + 1)
     with tempfile.TemporaryDirectory() as made:
-        native = Path(made) / "draft"
-        import_folder(folder, native, target)
-        draft: Any = DSparkDraft.load(native, dtype=target.dtype)
+        native = folder
+        if not chain:
+            native = Path(made) / "draft"
+            import_folder(folder, native, target)
+        draft: Any = load_draft(native, dtype=target.dtype)
     draft.to(target.device).eval()
     draft.borrow(target)
     scalings = folder / STS_FILE

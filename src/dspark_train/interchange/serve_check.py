@@ -23,7 +23,7 @@ from dspark_train.report.redaction import LEFT_OUT, redact
 from dspark_train.structures import DecodingTrace
 
 if TYPE_CHECKING:
-    from dspark_train.draft.model import DSparkDraft
+    from dspark_train.draft.kinds import Draft
     from dspark_train.target.frozen import FrozenTarget
 
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>[^\s#]+)")
@@ -308,7 +308,7 @@ def side_by_side(comparison: ServedComparison) -> list[str]:
 
 
 def own_rounds(
-    target: FrozenTarget, draft: DSparkDraft, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    target: FrozenTarget, draft: Draft, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> tuple[list[list[int]], DecodingTrace]:
     """Decode as an engine does, greedily and with whole blocks, and return completions and rounds.
 

@@ -21,7 +21,7 @@ from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import ActiveRun, Decoder
 from dspark_train.decoding.policies import ONLINE, Filled, FixedLength, Policy, parse_policy
 from dspark_train.decoding.timing import PARTS
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.kinds import Draft
 from dspark_train.errors import UserError
 from dspark_train.progress import Stage, stage
 from dspark_train.target.frozen import FrozenTarget
@@ -73,7 +73,7 @@ class RoundCost:
 @torch.inference_mode()
 def time_rounds(
     target: FrozenTarget,
-    draft: DSparkDraft | None,
+    draft: Draft | None,
     *,
     requests: int,
     policy: Policy,
@@ -138,7 +138,7 @@ class CostProfiler:
     def __init__(
         self,
         target: FrozenTarget,
-        draft: DSparkDraft | None,
+        draft: Draft | None,
         *,
         max_rows: int,
         requests: Sequence[int] = (1,),
@@ -276,7 +276,7 @@ class CostProfiler:
 
 def measure_costs(
     target: FrozenTarget,
-    draft: DSparkDraft | None,
+    draft: Draft | None,
     *,
     max_rows: int,
     requests: Sequence[int] = (1,),
@@ -333,7 +333,7 @@ def measure_costs(
 
 
 def measured_policy(
-    target: FrozenTarget, draft: DSparkDraft, text: str, costs: Path | None, batch_size: int
+    target: FrozenTarget, draft: Draft, text: str, costs: Path | None, batch_size: int
 ) -> tuple[Policy, str]:
     """The policy that ``text`` names, and its full name; a scheduler measures its costs where there are none.
 
@@ -354,7 +354,7 @@ def measured_policy(
     return parse_policy(text, costs or costs_now(target, draft, batch_size)), text
 
 
-def costs_now(target: FrozenTarget, draft: DSparkDraft, batch_size: int) -> CostTable:
+def costs_now(target: FrozenTarget, draft: Draft, batch_size: int) -> CostTable:
     """Costs measured on the spot, as far as a batch of this size needs them."""
     table = measure_costs(
         target,

@@ -12,11 +12,13 @@ from torch import Tensor
 from dspark_train.data.blocks import slot_weights
 from dspark_train.data.dataset import ExampleStore
 from dspark_train.draft.config import DSparkConfig
+from dspark_train.draft.eagle3 import Eagle3Config
 from dspark_train.draft.initialise import initialise
+from dspark_train.draft.kinds import make_draft
 from dspark_train.draft.linear_start import start_linearly
 from dspark_train.draft.markov_start import start_from_bigrams
 from dspark_train.draft.model import DSparkDraft
-from dspark_train.draft.recipe import DraftRecipe, build_config, choose_mask_token
+from dspark_train.draft.recipe import DraftRecipe, build_config, build_eagle3_config, choose_mask_token
 from dspark_train.errors import UserError
 from dspark_train.machine import DTYPES, decide, decided, remember
 from dspark_train.structures import Blocks, TargetStates, TensorStruct, TokenBatch, TrainingBatch
@@ -109,9 +111,17 @@ class DSparkModule(LightningModule):
         self._target = self.source = self.draft = None
 
     @property
-    def draft_config(self) -> DSparkConfig:
+    def draft_config(self) -> DSparkConfig | Eagle3Config:
         """Configuration of the draft, without the size of a reduced vocabulary that the data decides."""
         target = self.target
+        if self.recipe.kind == "eagle3":
+            return build_eagle3_config(
+                self.recipe,
+                target.config,
+                target.layer_ids,
+                vocab_size=target.vocab_size,
+                embedding_scale=target.embedding_scale,
+            )
         mask = self.recipe.mask_token_id
         return build_config(
             self.recipe,
@@ -150,7 +160,7 @@ class DSparkModule(LightningModule):
         if token_ids is not None:
             config.draft_vocab_size = token_ids.numel()
             config.check()
-        self.draft = DSparkDraft(config, target=self.target, draft_token_ids=token_ids)
+        self.draft = make_draft(config, self.target, token_ids)
         if self._trainer is not None and self._trainer.ckpt_path is not None:
             return  # every weight comes from the checkpoint
         initialise(self.draft, self.recipe, self.target)
@@ -225,7 +235,7 @@ class DSparkModule(LightningModule):
         batch, rows, config = prepared.batch, prepared.rows, self.objective
         states = self._states(batch.tokens, prepared.host)
         level = states.logsumexp
-        output = self.draft(states.features, batch.blocks)
+        output = self.draft(states.features, batch.blocks, batch.tokens.input_ids)
         slot_weights = self.slot_weights[rows.slot % output.hidden.shape[1]]
         weights = slot_weights / max(batch.global_weight, 1e-12)
         sums = fused_objective(
@@ -283,7 +293,7 @@ class DSparkModule(LightningModule):
 
     def _new_metrics(self) -> ObjectiveMetrics:
         metrics = ObjectiveMetrics(self.recipe.block_size, self.objective)
-        metrics.has_confidence = self.recipe.confidence_head
+        metrics.has_confidence = self.recipe.confidence_head and self.recipe.kind == "dspark"
         return metrics
 
     def metrics(self, stage: str) -> ObjectiveMetrics:
