@@ -39,7 +39,7 @@ def export(options: ExportOptions) -> None:
     """Write a run's draft in the layout of a serving engine, with a model card, and read it back."""
     import torch
 
-    from dspark_train.draft.eagle3 import Eagle3Draft
+    from dspark_train.draft.eagle3 import ARCHITECTURE, Eagle3Draft
     from dspark_train.hub import check_push, push
     from dspark_train.interchange.eagle3 import export_eagle3
     from dspark_train.interchange.export import TargetWeights, export_draft
@@ -59,9 +59,11 @@ def export(options: ExportOptions) -> None:
             raise UserError(
                 "an Eagle3 draft is exported in the reference's layout (--format native) and has no confidences"
             )
-        gap = export_eagle3(draft, folder, kind or run.target.dtype)
+        difference = export_eagle3(draft, folder, kind or run.target.dtype)
         write_tokenizer(run.target, folder)
-        print(f"wrote {folder} ({draft.config.architectures[0]}); read back: logits within {gap:.1e}")
+        print(f"wrote {folder} ({ARCHITECTURE}); read back: logits within {difference:.1e}")
+        if options.push is not None:
+            print(f"pushed to {push(folder, options.push, options.private)}")
         return
     weights = TargetWeights.of(run.target)
     result = export_draft(

@@ -67,7 +67,7 @@ def ragged_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    mixed = ragged.attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap, s_aux)
+    mixed = ragged.attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap, sinks=s_aux)
     return mixed[None].contiguous(), None
 
 
