@@ -169,6 +169,7 @@ def test_schedule_by_hand() -> None:
 def test_perfect_and_hopeless_drafts_by_hand() -> None:
     from dspark_train.data.blocks import slot_weights
     from dspark_train.structures import DraftOutput
+    from dspark_train.training.objective import ObjectiveSums
     from dspark_train.training.terms import ObjectiveMetrics, SupervisedRows, collect_terms
 
     slots, count = 3, 2
@@ -177,7 +178,8 @@ def test_perfect_and_hopeless_drafts_by_hand() -> None:
         logit = torch.full((count, slots), 30.0 if l1 == 0 else -30.0)
         output = DraftOutput(torch.zeros(count, slots, 1), None, logit)
         weights = slot_weights(slots, 4.0)[rows.slot % slots]
-        terms = collect_terms(output, rows, torch.zeros(6), torch.full((6,), l1), torch.zeros(6), weights)
+        sums = ObjectiveSums(torch.zeros(()), torch.zeros(6), torch.full((6,), l1))
+        terms = collect_terms(output, rows, sums, torch.zeros(6), weights)
         metrics = ObjectiveMetrics(slots, ObjectiveConfig())
         metrics.update(terms)
         metrics.update(terms)

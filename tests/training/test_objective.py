@@ -163,6 +163,7 @@ def test_a_gpu_s_chunks_fill_its_budget_and_are_few() -> None:
     """A micro-batch of the recipe for Qwen3-4B: 8 sequences × 512 blocks × 7 slots, 90 chunks with a CPU's budget."""
     vocabulary, rows = 151_936, 8 * 512 * 7
     options = {"accurate": torch.float32, "softcap": None, "ce_coef": 0.1, "tv_coef": 0.9, "gradient": True}
+    options["others"] = row_kernel.OtherCoefficients()
     settings = row_kernel.ObjectiveSettings(
         dtype=torch.bfloat16,
         budget=module.default_budget("cuda"),
@@ -247,7 +248,8 @@ def test_compiled_formula_equals_the_in_cache_form(
     expected = fused_objective(**inputs)
 
     def formula(self: Any, *arguments: Any) -> Any:
-        return row_terms(*arguments, gradient=self.settings.gradient, softcap=self.settings.softcap)
+        settings = self.settings
+        return row_terms(*arguments, settings.gradient, settings.softcap, settings.others)
 
     monkeypatch.setattr(row_kernel.RowKernel, "_in_cache", formula)
     other = fused_objective(**inputs)
@@ -400,3 +402,41 @@ def test_a_reduced_head_without_its_token_ids_is_refused() -> None:
     inputs["labels"] = inputs["labels"].clamp(max=16)
     with pytest.raises(ValueError, match="draft_token_ids"):
         fused_objective(**inputs)
+
+
+@pytest.mark.parametrize("U", [None, 20])
+@pytest.mark.parametrize(
+    "others",
+    [{"soft_ce": 0.7}, {"reverse_kl": 0.6}, {"lk": 0.5}, {"soft_ce": 0.2, "reverse_kl": 0.3, "lk": 0.4}],
+)
+def test_terms_beside_the_papers_equal_their_plain_forms(others: dict[str, float], U: int | None) -> None:
+    """Values and gradients, alone and together with the paper's terms; float64, in several chunks."""
+    inputs = case(U=U)
+    kinds = row_kernel.OtherCoefficients(**others)
+    found = fused_objective(**inputs, others=kinds, memory_budget_bytes=4096)
+    mine = gradients(found.loss, inputs)
+
+    def soften(logits: Tensor) -> Tensor:
+        cap = inputs.get("softcap")
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    draft = soften(inputs["hidden"] @ inputs["draft_head"].T)
+    if inputs["latent"] is not None:
+        draft = draft + inputs["latent"] @ inputs["w2"].T
+    target = soften(inputs["target_hidden"] @ inputs["target_head"].T)[inputs["target_row"]]
+    ids = inputs.get("draft_token_ids")
+    ce, l1, _ = row_losses(draft, target, inputs["labels"], ids)
+    log_p, log_q = draft.log_softmax(-1), target.log_softmax(-1)
+    log_q = log_q if ids is None else log_q[:, ids]
+    soft = -(log_q.exp() * log_p).sum(-1)
+    reverse = (log_p.exp() * (log_p - log_q)).sum(-1)
+    rows = inputs["ce_coef"] * ce + inputs["tv_coef"] * l1 + kinds.soft_ce * soft + kinds.reverse_kl * reverse
+    rows = rows - kinds.lk * (1 - l1 / 2).log()
+    loss = (inputs["weights"] * rows).sum()
+    torch.testing.assert_close(found.loss, loss)
+    for one, other in zip(mine, gradients(loss, inputs), strict=True):
+        torch.testing.assert_close(one, other)
+    if kinds.soft_ce:
+        torch.testing.assert_close(found.soft_ce, soft)
+    if kinds.reverse_kl:
+        torch.testing.assert_close(found.reverse_kl, reverse)

@@ -254,10 +254,11 @@ class DSparkModule(LightningModule):
             draft_token_ids=self.draft.draft_token_ids,
             target_logsumexp=None if level is None else level.flatten()[rows.position],
             memory_budget_bytes=config.memory_budget,
+            others=config.others,
         )
         confidence = confidence_rows(output, rows, sums.accept)
         loss = sums.loss + config.confidence * (weights * confidence).sum()
-        return loss, collect_terms(output, rows, sums.ce, sums.l1, confidence, slot_weights)
+        return loss, collect_terms(output, rows, sums, confidence, slot_weights)
 
     def training_step(self, prepared: PreparedBatch, batch_idx: int) -> Tensor:
         """One micro-batch. Strategies average over ranks and accumulation; the true gradient is the sum."""
@@ -317,7 +318,9 @@ class DSparkModule(LightningModule):
             parts = [parts[rank]]
         for key in parts[0] if parts and (len(parts) == 1 or rank == 0) else ():
             total = {name: sum(part[key][name] for part in parts) for name in parts[0][key]}
-            self.metrics(key.removeprefix("metrics/")).load_state_dict(total)
+            self.metrics(key.removeprefix("metrics/")).load_state_dict(
+                total, strict=False
+            )  # terms added since
         self._logged_step = checkpoint.get("logged_step", 0)
 
 

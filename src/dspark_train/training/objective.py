@@ -10,6 +10,12 @@ Both loss terms have closed-form gradients with respect to the draft logits ``z`
     cross entropy:  ∂ CE / ∂z = p − onehot(label)
     L1 distance:    ∂‖p − q‖₁ / ∂z = p ⊙ (s − Σ p s),   s = sign(p − q)
 
+and so have the others that can be weighted beside them (q: what lies inside the draft's vocabulary):
+
+    with the target's distribution:  ∂ Σ −q log p / ∂z = p Σq − q
+    reverse KL:                      ∂ Σ p log(p/q) / ∂z = p ⊙ (log(p/q) − KL)
+    acceptance likelihood:           ∂ −log c* / ∂z = ∂‖p − q‖₁ / ∂z / (2 c*)
+
 so a chunk's logits are turned into their own gradient in place, multiplied back onto ``head`` and ``W2``, and
 forgotten. Nothing of size ``[rows, U]`` outlives its chunk, and the frozen head needs no gradient at all.
 Overlapping blocks ask for the same target rows: sorted by position, each is computed once.
@@ -27,8 +33,10 @@ from torch import Tensor
 
 from dspark_train.errors import UserError
 from dspark_train.training.row_kernel import (
+    SMALLEST,
     FrozenInputs,
     ObjectiveSettings,
+    OtherCoefficients,
     RowKernel,
     rows_in_cache,
     soften,
@@ -51,6 +59,10 @@ class ObjectiveSums:
     """``[rows]`` fp32, detached: cross entropy in nats; 0 where the data token is outside the vocabulary."""
     l1: Tensor
     """``[rows]`` fp32, detached: the full L1 distance of both distributions, in 0..2."""
+    soft_ce: Tensor | None = None
+    """``[rows]`` fp32, detached: cross entropy with the target's distribution; None where its coefficient is 0."""
+    reverse_kl: Tensor | None = None
+    """``[rows]`` fp32, detached: KL divergence of the draft from the target; None where its coefficient is 0."""
 
     @property
     def accept(self) -> Tensor:
@@ -75,6 +87,7 @@ def fused_objective(
     draft_token_ids: Tensor | None = None,
     target_logsumexp: Tensor | None = None,
     memory_budget_bytes: int | None = None,
+    others: OtherCoefficients | None = None,
 ) -> ObjectiveSums:
     """Cross entropy and L1 distance of all rows, with gradients for ``hidden``, ``latent`` and ``w2``.
 
@@ -96,6 +109,7 @@ def fused_objective(
             full distribution; what lies outside counts in the L1 distance.
         target_logsumexp: ``[P]`` fp32 normalisers of the target's logits, if known (from a feature cache).
         memory_budget_bytes: bytes for one chunk of logits; None takes :func:`default_budget`.
+        others: coefficients of further terms; None has none. What lies outside a reduced vocabulary is in none of them.
 
     Returns:
         The weighted loss and the detached terms of every row, in the order given.
@@ -136,6 +150,7 @@ def fused_objective(
         ce_coef=ce_coef,
         tv_coef=tv_coef,
         budget=memory_budget_bytes or default_budget(hidden.device.type),
+        others=others or OtherCoefficients(),
         gradient=torch.is_grad_enabled()
         and any(tensor is not None and tensor.requires_grad for tensor in (hidden, latent, w2)),
     )
@@ -151,12 +166,12 @@ def fused_objective(
             target_logsumexp,
             settings,
         )
-    loss, ce, l1 = _Objective.apply(hidden, latent, w2, inputs, settings)
+    loss, ce, l1, *rest = _Objective.apply(hidden, latent, w2, inputs, settings)
     if order is not None:
         inverse = torch.empty_like(device_order)
         inverse[device_order] = torch.arange(rows, device=device_order.device)
-        ce, l1 = ce[inverse], l1[inverse]
-    return ObjectiveSums(loss, ce, l1)
+        ce, l1, *rest = (None if rows is None else rows[inverse] for rows in (ce, l1, *rest))
+    return ObjectiveSums(loss, ce, l1, *rest)
 
 
 @torch.no_grad()
@@ -350,6 +365,7 @@ def _frozen_inputs(
         column=column,
         ce_weight=weights * settings.ce_coef * inside,
         tv_weight=weights * settings.tv_coef,
+        weight=weights,
         inside=inside,
         reduced=reduced,
     )
@@ -366,15 +382,21 @@ class _Objective(torch.autograd.Function):
         w2: Tensor | None,
         inputs: FrozenInputs,
         settings: ObjectiveSettings,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         with torch.autocast(hidden.device.type, enabled=False):
-            ce, l1, grads = _sweep(hidden, latent, w2, inputs, settings)
+            (ce, l1, soft_ce, reverse_kl), grads = _sweep(hidden, latent, w2, inputs, settings)
+        others = settings.others
         loss = (inputs.ce_weight * ce).sum() + (inputs.tv_weight * l1).sum()
-        ctx.mark_non_differentiable(ce, l1)
+        for coefficient, term in ((others.soft_ce, soft_ce), (others.reverse_kl, reverse_kl)):
+            if term is not None:
+                loss = loss + coefficient * (inputs.weight * term).sum()
+        if others.lk:
+            loss = loss - others.lk * (inputs.weight * (1.0 - 0.5 * l1).clamp_min(SMALLEST).log()).sum()
+        ctx.mark_non_differentiable(*(term for term in (ce, l1, soft_ce, reverse_kl) if term is not None))
         ctx.set_materialize_grads(False)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, latent, w2)]
         ctx.save_for_backward(*grads)
-        return loss, ce, l1
+        return loss, ce, l1, soft_ce, reverse_kl
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -394,13 +416,19 @@ def _sweep(
     w2: Tensor | None,
     inputs: FrozenInputs,
     settings: ObjectiveSettings,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """All chunks: cross entropy ``[rows]``, L1 ``[rows]``, and three gradients, if wanted."""
+) -> tuple[
+    tuple[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None, Tensor | None]
+]:
+    """All chunks: the rows' terms ``[rows]``, and three gradients, each if wanted."""
     rows, vocabulary = hidden.shape[0], inputs.head.shape[0]
     states = hidden.detach().to(settings.dtype)
     z = None if latent is None else latent.detach().to(settings.dtype)
     project = None if w2 is None else w2.detach().to(settings.dtype)
     ce, l1 = (hidden.new_empty(rows, dtype=settings.accurate) for _ in range(2))
+    soft_ce, reverse_kl = (
+        torch.empty_like(ce) if coefficient else None
+        for coefficient in (settings.others.soft_ce, settings.others.reverse_kl)
+    )
     grad_hidden = grad_latent = grad_w2 = None
     chunking = Chunking.of(settings, vocabulary, hidden.device.type)
     chunk = min(rows, chunking.rows)
@@ -433,7 +461,8 @@ def _sweep(
             held, whole = (low, high), round_up(high - low, tile)
             target = torch.mm(wanted[low : low + whole], inputs.target_head.T, out=target_buffer[:whole])
         count = real.stop - start
-        work.rows_to_gradients(logits[:count], target, real, low, inputs, ce[real], l1[real])
+        kept = (None if term is None else term[real] for term in (soft_ce, reverse_kl))
+        work.rows_to_gradients(logits[:count], target, real, low, inputs, ce[real], l1[real], *kept)
         if grad_hidden is None:
             continue
         logits[count:].zero_()
@@ -447,7 +476,7 @@ def _sweep(
         grad_hidden = grad_hidden[:rows]
     if grad_latent is not None:
         grad_latent = grad_latent[:rows]
-    return ce, l1, (grad_hidden, grad_latent, grad_w2)
+    return (ce, l1, soft_ce, reverse_kl), (grad_hidden, grad_latent, grad_w2)
 
 
 def _shared_positions(first: list[int], chunk: int, most: int) -> list[tuple[int, int]]:

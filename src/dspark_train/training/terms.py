@@ -6,7 +6,7 @@ alike; :class:`ObjectiveMetrics` is the one place that divides. Shapes: :mod:`ds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,16 +15,21 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics import Metric
 
 from dspark_train.structures import Blocks, DraftOutput, TensorStruct
+from dspark_train.training.objective import ObjectiveSums
+from dspark_train.training.row_kernel import SMALLEST, OtherCoefficients
 
 
 @dataclass
 class ObjectiveConfig:
-    """Coefficients of the training loss ``ce · L_ce + tv · L_tv + confidence · L_conf``.
+    """Coefficients of the paper's loss ``ce · L_ce + tv · L_tv + confidence · L_conf``, and of terms beside it.
 
     Args:
         ce: coefficient of the cross entropy with the data token.
         tv: coefficient of the full L1 distance between draft and target distributions.
         confidence: coefficient of the confidence head's binary cross entropy.
+        soft_ce: coefficient of the cross entropy with the target's distribution (forward KL; Eagle3's loss).
+        reverse_kl: coefficient of the KL divergence of the draft from the target.
+        lk: coefficient of −log of the probability of acceptance.
         decay: slot k (0-based) weighs ``exp(-k / decay)``.
         memory_budget_mib: memory that one chunk of logits may take, in MiB; left out, 192 on a CPU and 2048 on a GPU.
     """
@@ -32,8 +37,16 @@ class ObjectiveConfig:
     ce: float = 0.1
     tv: float = 0.9
     confidence: float = 1.0
+    soft_ce: float = 0.0
+    reverse_kl: float = 0.0
+    lk: float = 0.0
     decay: float = 4.0
     memory_budget_mib: int | None = None
+
+    @property
+    def others(self) -> OtherCoefficients:
+        """Those of the terms beside the paper's."""
+        return OtherCoefficients(self.soft_ce, self.reverse_kl, self.lk)
 
     @property
     def memory_budget(self) -> int | None:
@@ -85,6 +98,12 @@ class ObjectiveTerms(TensorStruct):
     """Σ w · L1 distance."""
     confidence: Tensor
     """Σ w · binary cross entropy of the confidence head."""
+    soft_ce: Tensor
+    """Σ w · cross entropy with the target's distribution; 0 where its coefficient is."""
+    reverse_kl: Tensor
+    """Σ w · KL divergence of the draft from the target; 0 where its coefficient is."""
+    lk: Tensor
+    """Σ w · −log c*."""
     slots: Tensor
     """``[γ]``: number of supervised slots."""
     accept: Tensor
@@ -111,21 +130,23 @@ def confidence_rows(output: DraftOutput, rows: SupervisedRows, accept: Tensor) -
 
 @torch.no_grad()
 def collect_terms(
-    output: DraftOutput, rows: SupervisedRows, ce: Tensor, l1: Tensor, confidence: Tensor, weights: Tensor
+    output: DraftOutput, rows: SupervisedRows, sums: ObjectiveSums, confidence: Tensor, weights: Tensor
 ) -> ObjectiveTerms:
     """Sum the rows' terms.
 
     Args:
         output: of the draft.
         rows: supervised slots.
-        ce: ``[rows]`` cross entropies.
-        l1: ``[rows]`` L1 distances.
+        sums: terms of every row.
         confidence: ``[rows]`` losses of the confidence head.
         weights: ``[rows]`` slot weights.
     """
     count, slots = output.hidden.shape[:2]
     place = rows.slot % slots
-    accept = 1 - l1 / 2
+    accept = sums.accept
+
+    def weighted(term: Tensor | None) -> Tensor:
+        return weights.new_zeros(()) if term is None else (weights * term).sum()
 
     def grid(values: Tensor) -> Tensor:
         return values.new_zeros(count * slots).index_copy(0, rows.slot, values).view(count, slots)
@@ -139,9 +160,12 @@ def collect_terms(
     per_slot = accept.new_zeros(slots)
     return ObjectiveTerms(
         weight=weights.sum(),
-        ce=(weights * ce).sum(),
-        tv=(weights * l1).sum(),
-        confidence=(weights * confidence.detach()).sum(),
+        ce=weighted(sums.ce),
+        tv=weighted(sums.l1),
+        confidence=weighted(confidence.detach()),
+        soft_ce=weighted(sums.soft_ce),
+        reverse_kl=weighted(sums.reverse_kl),
+        lk=weighted(-accept.clamp_min(SMALLEST).log()),
         slots=per_slot.index_add(0, place, ones),
         accept=per_slot.index_add(0, place, accept),
         blocks=(grid(ones)[:, 0]).sum(),
@@ -160,6 +184,9 @@ class ObjectiveMetrics(Metric):
     ce: Tensor
     tv: Tensor
     confidence: Tensor
+    soft_ce: Tensor
+    reverse_kl: Tensor
+    lk: Tensor
     slots: Tensor
     accept: Tensor
     blocks: Tensor
@@ -187,12 +214,20 @@ class ObjectiveMetrics(Metric):
         ce, tv, confidence = self.ce / weight, self.tv / weight, self.confidence / weight
         coefficients = self.objective
         loss = coefficients.ce * ce + coefficients.tv * tv + coefficients.confidence * confidence
+        others = {
+            name: getattr(self, name) / weight
+            for name, coefficient in asdict(coefficients.others).items()
+            if coefficient
+        }
+        for name, term in others.items():
+            loss = loss + getattr(coefficients, name) * term
         result: dict[str, Tensor] = {
             "loss": loss,
             "ce": ce,
             "tv": tv,
             "tau": 1 + self.survival / self.blocks.clamp(min=1),
             "accept": self.accept.sum() / slots,
+            **others,
         }
         if self.has_confidence:
             result |= {
