@@ -32,6 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = {"qwen3_4b": 615_221_249, "qwen3_8b": 1_126_422_017, "qwen3_14b": 1_860_438_529}
 """Trained parameters, counted by hand from the paper's shapes."""
 OVERLAYS = ["debug_profile", "feature_cache", "wandb", "zero1", "zero2", "zero3", "zero3_offload"]
+KINDS = ["dflash", "eagle3"]
 ON_THE_PAPERS_DATA = ["--gpu", "h100", "--samples", "1300000", "--length", "800"]
 
 
@@ -66,7 +67,24 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_shipped_config_is_known_here(name: str) -> None:
-    assert name in [*RECIPES, *OVERLAYS, "quickstart", "debug_overfit", "ablate_quickstart"]
+    others = [
+        "quickstart",
+        "debug_overfit",
+        "sweep",
+        "ablate_quickstart",
+        "ablate_objectives",
+        "compare_quickstart",
+    ]
+    assert name in [*RECIPES, *OVERLAYS, *KINDS, *others, "gemma4_12b"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_draft_plans_as_it_is_built(kind: str, recipe: Path) -> None:
+    words = ["--config", str(recipe), "--config", str(CONFIGS / f"{kind}.yaml")]
+    if kind == "eagle3":
+        words += ["--draft.block_size", "3", "--draft.confidence_with_markov", "true"]
+    target = FrozenTarget.load(TargetConfig(**parse_recipe(words).as_dict()["target"]), "cpu")
+    assert plan(words).trained == built(words, target)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -254,3 +254,17 @@ def test_shipped_grid_holds_settings_that_fit_accepts(
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert resolved["draft"]["head"] == "none"
     assert resolved["target"]["layer_ids"] == [28]
+
+
+@pytest.mark.parametrize("name", ["ablate_objectives", "compare_quickstart"])
+def test_every_cell_of_the_other_grids_is_a_recipe(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dspark_train.cli.planning import parse_recipe
+
+    monkeypatch.chdir(ROOT)
+    ablation = read_ablation(Path(f"configs/{name}.yaml"))
+    (axis,) = ablation.axes
+    for choice in ablation.axes[axis]:
+        words = fit_arguments(ablation, ablation.cell({axis: choice}))[1:]
+        assert parse_recipe(words).as_dict()["trainer"]["max_steps"] in (100, 300)

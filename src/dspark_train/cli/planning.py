@@ -14,8 +14,10 @@ from dspark_train.cli.plan import PlanOptions
 from dspark_train.cli.recipe import parse_recipe
 from dspark_train.data.dataset import PreparedSet, SplitCounts
 from dspark_train.data.module import DSparkDataModule
+from dspark_train.draft.eagle3 import Eagle3Draft
+from dspark_train.draft.kinds import Draft
 from dspark_train.draft.model import DSparkDraft
-from dspark_train.draft.recipe import DraftRecipe, build_config
+from dspark_train.draft.recipe import DraftRecipe, build_config, build_eagle3_config
 from dspark_train.errors import UserError
 from dspark_train.target.config import (
     TargetConfig,
@@ -150,7 +152,7 @@ def open_data(data: DSparkDataModule) -> None:
 
 def draft_model(
     recipe: DraftRecipe, target: TargetConfig, model: Any, data: DSparkDataModule, notes: list[str]
-) -> DSparkDraft:
+) -> Draft:
     """The recipe's draft on the ``meta`` device, as training would build it.
 
     Args:
@@ -162,6 +164,12 @@ def draft_model(
     """
     layers, vocabulary = len(language_model(model).layers), model.get_output_embeddings().weight.shape[0]
     taps = spread_layer_ids(layers) if target.layer_ids is None else target.layer_ids
+    if recipe.kind == "eagle3":
+        chain = build_eagle3_config(
+            recipe, text_config(model.config), check_layer_ids(taps, layers), vocab_size=vocabulary
+        )
+        with torch.device("meta"):
+            return Eagle3Draft(chain)
     config = build_config(
         recipe,
         text_config(model.config),

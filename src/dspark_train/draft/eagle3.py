@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from dspark_train.draft.config import EVERYTHING, Sight
 from dspark_train.draft.families import LAYER_FAMILIES
 from dspark_train.draft.layers import DraftAttention, DraftMLP, RMSNorm, Rotation
 from dspark_train.draft.vocabulary import TargetBound
@@ -77,6 +78,16 @@ class Eagle3Config(Qwen3Config):
     def block_size(self) -> int:
         """Tokens that a round proposes at most."""
         return self.ttt_length
+
+    @property
+    def draft_vocabulary(self) -> int:
+        """U: rows of the draft's logits."""
+        return int(self.vocab_size)
+
+    @property
+    def sights(self) -> tuple[Sight, ...]:
+        """What rows see, layer by layer: everything before them."""
+        return (EVERYTHING,)
 
     def check(self) -> None:
         """Refuse what cannot work.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dspark_train.data.load import Load
 from dspark_train.draft.cost import activation_bytes, pass_flops, trained_parameters
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.kinds import Draft
 from dspark_train.target.cost import TargetCost
 from dspark_train.training.objective import objective_bytes, objective_flops
 from dspark_train.training.zero_state import state_bytes
@@ -17,7 +17,7 @@ class StepCost:
     """A draft beside its target, and how they are trained."""
 
     target: TargetCost
-    draft: DSparkDraft
+    draft: Draft
     """Its weights may lie on the ``meta`` device."""
     budget: int | None
     """Bytes for one chunk of logits; None takes the device's default."""

@@ -14,7 +14,7 @@ from dspark_train.data.module import DSparkDataModule
 from dspark_train.data.sampler import accumulation
 from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.cost import head_parameters, trained_parameters
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.kinds import Draft
 from dspark_train.errors import UserError
 from dspark_train.machine import DTYPES
 from dspark_train.target.config import TargetConfig, text_config
@@ -169,7 +169,7 @@ def make_plan(
     trainer: Mapping[str, Any],
     target: TargetConfig,
     model: Any,
-    draft: DSparkDraft,
+    draft: Draft,
     data: DSparkDataModule,
     facts: DataFacts,
     budget: int | None,
