@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from dspark_train import machine
 from dspark_train.cli import fit
 from dspark_train.cli.recipe import parse_recipe
+from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
 from dspark_train.machine import Choice
 from dspark_train.run import RunConfig, environment
@@ -81,7 +82,7 @@ def test_precision_follows_the_faster_of_two_measurements(
     config = SimpleNamespace(
         trainer=SimpleNamespace(accelerator="cpu", precision=None),
         target=SimpleNamespace(dtype="float32"),
-        draft=SimpleNamespace(num_key_value_heads=2),
+        draft=DraftRecipe(num_key_value_heads=2),
     )
     fit.choose_forms(config)
     assert config.trainer.precision == precision

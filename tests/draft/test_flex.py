@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dspark_train.draft import flex
 from dspark_train.draft.attention import AttentionLayout, block_attention
 from dspark_train.draft.config import EVERYTHING, Sight
 from dspark_train.draft.flex import FlexLayout, flex_block_attention
@@ -102,9 +103,9 @@ def test_values_and_gradients_equal_the_dense_form(
 def test_both_forms_agree_for_any_packing(counts: list[int], seed: int) -> None:
     tensors, blocks, batch, length = case(4, 2, seed, tuple(counts))
     detached = [part.detach() for part in tensors]
-    flex = flex_block_attention(*detached, FlexLayout.of(blocks, batch, length), 0.3)
+    found = flex_block_attention(*detached, FlexLayout.of(blocks, batch, length), 0.3)
     explicit = block_attention(*detached, AttentionLayout.of(blocks, batch, length), 0.3)
-    torch.testing.assert_close(flex, explicit, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, explicit, rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=15, deadline=None)
@@ -177,6 +178,8 @@ def test_few_programs_serve_all_batches() -> None:
             mask = FlexLayout.of(blocks, batch, length, sight).mask
             attend(q.flatten(0, 1).transpose(0, 1)[None], keys, keys, block_mask=mask, enable_gqa=True)
     assert programs.frame_count <= 4
+    flex._compiled()
+    assert torch._dynamo.config.recompile_limit >= flex.RECOMPILATIONS
     torch._dynamo.reset()
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from dspark_train.cli.report import report
 from dspark_train.cli.tracking import record_recipe, record_results, same_record
 from dspark_train.data.dataset import PreparedSet
 from dspark_train.data.module import DSparkDataModule
-from dspark_train.draft.recipe import DraftRecipe
+from dspark_train.draft.recipe import DraftRecipe, attention_shape, dense_width
 from dspark_train.errors import UserError
 from dspark_train.files import nearest_folder
 from dspark_train.interchange.importing import warm_start
@@ -230,9 +230,11 @@ class RecordChoices(Callback):
 
 def measured_precision(config: Namespace) -> str:
     """``bf16-mixed`` or ``32-true``, whichever a CPU trains a layer of this draft faster in."""
-    shape = LayerShape.of(read_target_config(config.target))
-    own = config.draft.num_key_value_heads or shape.kv_heads
-    shape = replace(shape, kv_heads=own if shape.heads % own == 0 else shape.kv_heads)
+    target = read_target_config(config.target)
+    heads, kv_heads, head_dim = attention_shape(config.draft, target)
+    width = config.draft.intermediate_size or dense_width(target)
+    kv_heads = kv_heads if heads % kv_heads == 0 else heads  # which is refused later
+    shape = LayerShape(target.hidden_size, width, heads, kv_heads, head_dim)
     choice = machine.choose_dtype("training", shape, PASS_ROWS, backward=True)
     return "bf16-mixed" if choice.name == "bfloat16" else "32-true"
 
