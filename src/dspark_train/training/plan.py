@@ -14,6 +14,7 @@ from dspark_train.data.module import DSparkDataModule
 from dspark_train.data.sampler import accumulation
 from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.cost import head_parameters, trained_parameters
+from dspark_train.draft.eagle3 import Eagle3Config
 from dspark_train.draft.kinds import Draft
 from dspark_train.errors import UserError
 from dspark_train.machine import DTYPES
@@ -145,7 +146,7 @@ class Plan:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
-def describe(config: DSparkConfig) -> list[str]:
+def describe(config: DSparkConfig | Eagle3Config) -> list[str]:
     """Lines that say the draft's shape: it need not be its target's."""
     rope = config.rope_parameters or {}
     scaling = {name: value for name, value in rope.items() if name not in ("rope_type", "rope_theta")}
@@ -157,7 +158,7 @@ def describe(config: DSparkConfig) -> list[str]:
         f"draft attention      {config.num_attention_heads} heads of {config.head_dim}, "
         f"{config.num_key_value_heads} of keys and values, rope theta {rope['rope_theta']:,.0f} ({kind})",
     ]
-    if windowed:
+    if isinstance(config, DSparkConfig) and windowed:
         lines.append(
             f"draft windows        {config.sliding_window:,} positions in layers {', '.join(map(str, windowed))}, "
             f"{'both ways' if config.sliding_window_non_causal else 'causal'} within a block"

@@ -167,7 +167,7 @@ class RowKernel:
         ce = (level - at_label) * inside
 
         torch.index_select(distribution, 0, row, out=delta)
-        inner = 1.0 if mass is None else mass[row]
+        inner = torch.ones_like(level) if mass is None else mass[row]
         soft_ce = None
         if others.soft_ce:  # nobody reads the target's buffer any more
             soft_ce = level * inner - torch.mul(delta, logits, out=self.target[:n]).sum(-1)
