@@ -172,6 +172,16 @@ def test_data_that_the_run_names_reach_the_card(run: Path) -> None:
     assert SECRET not in card
 
 
+def test_the_card_names_the_template_that_the_draft_was_trained_with(run: Path) -> None:
+    (run / "run.json").write_text(json.dumps({"data": {"template": {"enable_thinking": False}}}))
+    command_line(["export", str(run)])
+    card = (run / "export" / "native" / "README.md").read_text()
+    assert (
+        '`chat_template_kwargs: {"enable_thinking": false}`'
+        in card.partition("## Serving")[2].partition("##")[0]
+    )
+
+
 def test_an_engine_that_cannot_serve_the_draft_is_named_first(
     run: Path, make_draft: Callable[..., DSparkDraft], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from dspark_train.cli.recipe import parse_recipe
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
 from dspark_train.machine import Choice
-from dspark_train.run import RunConfig, environment
+from dspark_train.run import RunConfig, Stages, environment
 from dspark_train.target import frozen
 
 
@@ -146,6 +147,25 @@ def test_too_little_memory_or_disk_is_said_before_anything_is_loaded(
     monkeypatch.setattr(fit.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match=r"the disk of .* has 0.0 GiB free: choose another run.folder"):
         fit.check_resources(config)
+
+
+@pytest.mark.parametrize(
+    ("after", "splits", "missing"),
+    [
+        ("calibrate,decode", "train,calibration,test", None),
+        ("decode,report", "train,calibration,validation", "'test' is empty, and `decode` reads it"),
+        ("calibrate", "train,test", "'calibration' is empty, and `calibrate` reads it"),
+        ("report", "train", None),
+    ],
+)
+def test_splits_that_stages_read_are_asked_for_before_training(
+    after: str, splits: str, missing: str | None
+) -> None:
+    data = SimpleNamespace(path="rows.jsonl", prepared=SimpleNamespace(splits=splits.split(",")))
+    module = SimpleNamespace(draft=SimpleNamespace(confidence_head=object()))
+    asking = fit.SplitsForStages(RunConfig(after=Stages.parse(after)))
+    with pytest.raises(UserError, match=missing) if missing else nullcontext():
+        asking.on_fit_start(SimpleNamespace(datamodule=data), module)  # type: ignore[arg-type]
 
 
 def test_a_trial_chooses_by_validation() -> None:

@@ -12,6 +12,7 @@ import yaml
 from tiny_data import tiny_recipe, tiny_tokenizer, write_rows
 
 from dspark_train.cli.main import main
+from dspark_train.cli.serve_check import read_prompts
 from dspark_train.decoding import measure
 from dspark_train.decoding.decoder import Decoder
 from dspark_train.decoding.measure import compare
@@ -160,6 +161,10 @@ def test_new_prompts_are_decoded_as_training_rendered_them(
         return compare(*arguments)
 
     monkeypatch.setattr(measure, "compare", spy)
+    prompt = {"messages": [{"role": "user", "content": "w3"}]}
+    bare = {"prompt": "w3"}
+    own = read_prompts(write_rows(suites / "own.jsonl", [prompt, bare]), Run(run))  # of serve-check
+    assert own == [[1, 5, 11, 2, 1, 6, *EMPTY], [11]]
     words = ["--policy", "fixed", "--max_new_tokens", 6, "--temperatures", "0,1", "--seconds", 40]
     call("decode", run, "--prompts_file", suites / "gsm8k.jsonl", *words)
     assert given == [20.0, 20.0]

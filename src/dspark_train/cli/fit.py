@@ -142,8 +142,9 @@ class DSparkCLI(LightningCLI):
         ]
         every = self.config[self.subcommand].run.save_every
         saving = [TrainingCheckpoint(every_n_steps=every)] if self.subcommand == "fit" else []
-        own = [TrainingProgress(), *([StepMonitor(), RecordChoices()] if self.subcommand == "fit" else [])]
         run = self.config[self.subcommand].run
+        fits = [StepMonitor(), RecordChoices(), SplitsForStages(run)] if self.subcommand == "fit" else []
+        own = [TrainingProgress(), *fits]
         if self.subcommand == "fit" and run.minutes is not None:
             own.append(TimeBudget(training_seconds(run), STARTED))
         trainer.callbacks = [*own, *others, *saving]  # type: ignore[attr-defined]
@@ -226,6 +227,34 @@ class RecordChoices(Callback):
         """Everything is chosen by now."""
         if trainer.is_global_zero:
             Run(Path(trainer.default_root_dir)).update(chosen=machine.decided())
+
+
+class SplitsForStages(Callback):
+    """Refuses, before training, data that lack a split which a stage after training reads.
+
+    Args:
+        run: section of the configuration.
+    """
+
+    def __init__(self, run: Any) -> None:
+        decoded = stage_settings(run).get("decode", {}).get("split", "test")
+        read = {"calibrate": ("calibration", "test"), "decode": (decoded,)}
+        self.read = {name: read[name] for name in run.after if name in read}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The data are open and the draft is made by now."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        has_confidence = pl_module.draft.confidence_head is not None  # type: ignore[union-attr]
+        for name, splits in self.read.items():
+            if name == "calibrate" and not has_confidence:
+                continue
+            for split in splits:
+                if split not in data.prepared.splits:
+                    raise UserError(
+                        f"{data.path}: the split {split!r} is empty, and `{name}` reads it after training: give it "
+                        "conversations (data.heldout_share and data.calibration_share, or `shares` of prepare), or "
+                        f"leave {name} out of run.after"
+                    )
 
 
 def measured_precision(config: Namespace) -> str:
