@@ -164,8 +164,9 @@ class CostProfiler:
         max_rows: int,
         requests: Sequence[int] = (1,),
         context: int = 256,
+        prompts: Sequence[int] = PROMPTS,
     ) -> None:
-        """Lay out what is measured; arguments as in :func:`measure_costs`."""
+        """Lay out what is measured; arguments as in :func:`measure_costs`, and the tokens of the prompts timed."""
         if max_rows < 1 or context < 1 or not requests or min(requests) < 1:
             raise UserError(
                 f"profile: max_rows ({max_rows}), context ({context}) and every number of requests "
@@ -185,7 +186,7 @@ class CostProfiler:
         self.longer = min(FURTHER * context, (context + room) // 2)
         """Context that is compared with ``context``."""
         self._longer: dict[Shape, RoundCost] = {}
-        self._prompts: dict[int, list[float]] = {tokens: [] for tokens in PROMPTS if tokens < room}
+        self._prompts: dict[int, list[float]] = {tokens: [] for tokens in prompts if tokens < room}
         self.seconds: dict[Shape, float] = {}
         """What each point took the last time."""
 
