@@ -247,19 +247,33 @@ def write_run(path: Path) -> Path:
                 tokens_per_row=1.0,
                 seconds_per_round=0.05,
                 extrapolated=r > 128,
+                rate=r / 10,
+                first_token_seconds=0.1,
+                prompt_share=0.1,
             )
             for r in loads
         ]
         for policy, gain, waste, budget in (
             ("plain", 1.0, 0.3, 0.0),
-            ("one token", 1.3, 0.5, 1.0),
+            ("one draft token", 1.3, 0.5, 1.0),
             ("fixed γ", 1.6, 1.3, 7.0),
             ("threshold", 1.58, 0.8, 3.1),
             ("scheduled", 1.62, 0.5, 5.4),
         )
     }
     load = LoadStudy(
-        **of, block_size=GAMMA, context=256, machine="a processor", measured_rows=128, policies=policies
+        **of,
+        block_size=GAMMA,
+        context=256,
+        machine="a processor",
+        measured_rows=128,
+        arrivals="poisson",
+        slots=512,
+        cache_tokens=90_000,
+        prompt_tokens=80.0,
+        answer_tokens=64.0,
+        speeds=[20.0, 30.0],
+        policies=policies,
     )
     write_result(path / "studies" / "simulate.json", load)
     save("evaluation/suites.json", suites_summary())

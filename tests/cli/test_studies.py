@@ -154,20 +154,42 @@ def test_studies_write_tables_and_plots(run, capsys):
 
 
 def test_simulate_writes_a_table_and_a_plot(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")  # eight policies side by side
+    monkeypatch.setenv("COLUMNS", "200")  # eight policies side by side
     cost_table(run)
-    simulate(SimulateOptions(run, requests=(1, 4, 32), policies=("online:0.8", "scheduled+online")))
+    for split in ("calibration", "heldout"):  # a few short requests are enough here
+        path = run / "traces" / f"{split}_greedy.safetensors"
+        trace(0, rounds=6).save(path)
+    online = ("online:0.8", "scheduled+online")
+    options = SimulateOptions(run, requests=(1, 4, 32), policies=online, arriving=40, speeds=(50.0,))
+    simulate(options)
+    assert "acceptance after a cut is taken as in the record" in capsys.readouterr().out
     content = read(run / "studies" / "simulate.json")
     assert content["context"] == 64
     assert content["measured_rows"] == 128
+    assert (content["arrivals"], content["slots"], content["speeds"]) == ("poisson", 32, [50.0])
+    assert content["after_cut"] is None
     assert list(content["policies"]) == [
         "plain", "one draft token", "fixed 3", "threshold 0.5", "scheduled", "asynchronous",
         "online:0.8", "scheduled+online",
     ]  # fmt: skip
-    assert [point["requests"] for point in content["policies"]["plain"]] == [1, 4, 32]
-    assert content["policies"]["plain"][0]["throughput"] == pytest.approx(100)
+    rates = [[point["rate"] for point in points] for points in content["policies"].values()]
+    assert len(rates[0]) == 3
+    assert all(these == rates[0] for these in rates)
     assert (run / "plots" / "simulate.png").stat().st_size > 5000
-    assert "scheduled" in capsys.readouterr().out
+    cut = trace(4, rounds=20)
+    shortened = cut.verify_length.clone().random_(0, GAMMA, generator=torch.Generator().manual_seed(0))
+    accepted = cut.accepted.minimum(shortened)
+    dataclasses.replace(cut, verify_length=shortened, accepted=accepted, committed=accepted + 1).save(
+        run / "traces" / "calibration_cut_greedy.safetensors"
+    )
+    arrivals = run / "arrivals.jsonl"
+    arrivals.write_text("".join(f'{{"seconds": {index**2}, "answer_tokens": 9}}\n' for index in range(9)))
+    simulate(dataclasses.replace(options, rates=(3.0,), arrivals=arrivals, cache_tokens=400))
+    content = read(run / "studies" / "simulate.json")
+    assert content["after_cut"]["rounds"] > 100
+    assert (content["arrivals"], content["cache_tokens"]) == ("arrivals.jsonl", 400)
+    assert content["policies"]["plain"][0]["rate"] == pytest.approx(3, rel=0.2)
+    assert "promised speed" in capsys.readouterr().out
 
 
 def test_simulate_without_costs(run):
@@ -185,6 +207,8 @@ def test_simulate_without_costs(run):
         (lambda run: calibrate(CalibrateOptions(run, prompts=0)), r"prompts \(0\)"),
         (lambda run: studies(StudiesOptions(run, max_new_tokens=1)), r"max_new_tokens\s+\(1\)"),
         (lambda run: simulate(SimulateOptions(run, requests=(0, 1))), "at least 1"),
+        (lambda run: simulate(SimulateOptions(run, rates=(0.0, 1.0))), "above 0"),
+        (lambda run: simulate(SimulateOptions(run, slots=0)), "slots 0"),
     ],
 )
 def test_bad_options(run, call, message):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -174,3 +175,29 @@ def test_missing_file_and_bad_json(tmp_path):
     (tmp_path / "bad.json").write_text("[")
     with pytest.raises(UserError, match="not valid JSON"):
         CostTable.load(tmp_path / "bad.json")
+
+
+def test_prompts_and_context_are_read_from_their_own_curves() -> None:
+    seconds = (0.010, 0.012)
+    bare = CostTable(100, (1, 6), seconds, seconds, seconds, rows_per_request=6)
+    assert float(bare.prompt_seconds(torch.tensor(6))) == pytest.approx(0.012)
+    assert float(bare.context_seconds(torch.tensor(3), torch.tensor(2), plain=False)) == 0
+    full = dataclasses.replace(
+        bare,
+        requests=(1, 3),
+        single_row_seconds_per_context=(1e-5, 3e-5),
+        block_seconds_per_context=(2e-5, 8e-5),
+        draft_seconds_per_context=(0.0, 1e-5),
+        prompt_tokens=(16, 64),
+        prompt_seconds_median=(0.02, 0.05),
+    )
+    assert full.prompt_seconds(torch.tensor([16, 40, 112])).tolist() == pytest.approx([0.02, 0.035, 0.08])
+    width = torch.tensor([1, 6])
+    assert full.context_seconds(torch.tensor(3), width, plain=True).tolist() == pytest.approx([3e-5, 8e-5])
+    assert full.context_seconds(torch.tensor(2), width, plain=False).tolist() == pytest.approx(
+        [2.5e-5, 5.5e-5]
+    )
+    with pytest.raises(UserError, match="prompt_tokens"):
+        dataclasses.replace(full, prompt_tokens=(64, 16))
+    with pytest.raises(UserError, match="prompt_seconds_median has 1"):
+        dataclasses.replace(full, prompt_seconds_median=(0.1,))

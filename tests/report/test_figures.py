@@ -22,7 +22,7 @@ from dspark_train.run import Run
 from dspark_train.studies.online_threshold import ThresholdDriftStudy
 from dspark_train.studies.reliability import ReliabilityStudy
 from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, ThresholdStudy
-from dspark_train.studies.simulate import LoadStudy
+from dspark_train.studies.simulate import LoadStudy, throughput_at
 
 Study = TypeVar("Study")
 OF = {"split": "heldout", "sampling_temperature": 0.0, "rounds": 1500}
@@ -80,12 +80,34 @@ def test_validation_by_decoding_is_named_as_it_was_configured() -> None:
 
 
 def test_extrapolated_load_is_drawn_as_rings(load_study: LoadStudy) -> None:
-    for picture in figures.load(load_study):
-        for line in picture.series:
-            assert line.hollow == [False] * 8 + [True] * 2
+    for line in figures.load(load_study)[0].series:
+        assert line.hollow == [False] * 8 + [True] * 2
     section = study_sections.load(load_study)
     assert section is not None
     assert "Rings: passes beyond the 128 measured rows." in section.figures[0].caption
+
+
+def test_load_is_read_out_at_promised_speeds_against_one_draft_token(load_study: LoadStudy) -> None:
+    """Policies of the example give gain · 21 · R together, and each user 1 / (1 + waste · R / 40) of that."""
+    section = study_sections.load(load_study)
+    assert section is not None
+    for said in ("Poisson arrivals", "prompts of 80 tokens", "90,000 positions", "taken as in the record"):
+        assert said in section.lead
+    promised, equal = section.tables
+    assert promised.header[1:] == list(load_study.policies) == equal.header[1:]
+    assert [row[0] for row in promised.rows] == ["20.0", "30.0"]
+    base, scheduled = (
+        throughput_at(load_study.policies[name], 20.0) for name in ("one draft token", "scheduled")
+    )
+    assert base
+    assert scheduled
+    assert promised.rows[0][5] == f"{scheduled:,.0f} ({scheduled / base - 1:+.0%})"
+    assert promised.rows[1][1] == "–"  # plain decoding never gives 30 tokens a second
+    budget = section.figures[1].table
+    assert budget is not None
+    assert {row[1] for row in budget.rows} == {"1.0"}
+    earlier = dataclasses.replace(load_study, arrivals="")
+    assert "arrivals" not in study_sections.load(earlier).lead  # type: ignore[union-attr]
 
 
 def test_drift_marks_the_place_of_the_change(run: Run) -> None:

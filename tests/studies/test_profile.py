@@ -39,6 +39,7 @@ def stairs(monkeypatch):
         return found
 
     monkeypatch.setattr(profile, "time_rounds", timing)
+    monkeypatch.setattr(profile, "time_prompts", lambda *_, repetitions, **__: [0.02] * repetitions)
     return timed
 
 
@@ -92,3 +93,16 @@ def test_a_pass_of_any_rows_is_run(pair):
 def test_a_budget_of_no_time(pair):
     with pytest.raises(UserError, match="seconds"):
         measure_costs(*pair, max_rows=5, context=8, seconds=0)
+
+
+def test_prompts_and_more_context_are_measured(pair, tmp_path):
+    """A tiny pair: its context of 256 allows prompts of 16 and 64 tokens, and 32 tokens beside 8."""
+    target, draft = pair
+    table = measure_costs(target, draft, max_rows=5, requests=(2,), context=8, repetitions=2)
+    assert table.prompt_tokens == (16, 64)
+    assert all(seconds > 0 for seconds in table.prompt_seconds_median)
+    assert len(table.single_row_seconds_per_context) == len(table.draft_seconds_per_context) == 2
+    table.save(tmp_path / "costs.json")
+    assert profile.CostTable.load(tmp_path / "costs.json") == table
+    bare = measure_costs(target, draft, max_rows=5, context=8, repetitions=1, lengths=False)
+    assert (bare.prompt_tokens, bare.block_seconds_per_context) == ((), ())

@@ -8,7 +8,7 @@ from typing import Literal
 
 from dspark_train.cli.studies import make_folders
 from dspark_train.errors import UserError
-from dspark_train.lists import Integers, Names
+from dspark_train.lists import Integers, Names, Numbers
 from dspark_train.run import Run
 
 
@@ -28,8 +28,25 @@ class SimulateOptions:
     """Nucleus kept by sampling; 1 keeps all."""
     split: Literal["calibration", "validation", "test"] = "test"
     """Whose prompts."""
-    requests: Integers = Integers((1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
-    """Numbers of concurrent requests, with commas between."""
+    requests: Integers = Integers()
+    """Requests at work that the rates of arrivals aim at, with commas between. Left out: 1, 2, 4, … up to as many as
+    the cost table has rows for whole blocks of."""
+    rates: Numbers = Numbers()
+    """Requests that arrive per second, with commas between, instead."""
+    arrivals: Path | None = None
+    """Arrivals of real traffic, stretched to each rate: a JSONL file, a line a request, with ``seconds`` and, where
+    known, ``prompt_tokens`` and ``answer_tokens``. Left out: Poisson arrivals."""
+    slots: int | None = None
+    """Requests at once, at most; left out, as many as are aimed at."""
+    cache_tokens: int | None = None
+    """Positions that the cache holds, all requests together. A request joins when its prompt and the longest answer
+    fit; left out, they always do."""
+    arriving: int | None = None
+    """Requests that arrive at each rate; left out, six for each that is at work at once, and at least 100."""
+    speeds: Numbers = Numbers()
+    """Promised speeds per user, in tokens per second, at which throughput is read out; left out, four of them."""
+    after_cut: bool = True
+    """Fit from rounds of cut blocks what a cut changes in the next round; they are decoded where the run holds none."""
     threshold: float = 0.5
     """Confidence of the threshold policy."""
     policies: Names = Names()
@@ -44,16 +61,24 @@ class SimulateOptions:
     """Decode again even where the run holds rounds."""
 
     def __post_init__(self) -> None:
-        if not self.requests or min(self.requests) < 1:
-            raise UserError(f"requests {list(self.requests)} must be numbers of at least 1")
+        for name in ("requests", "rates", "speeds"):
+            values, least = getattr(self, name), 1 if name == "requests" else 0
+            if any(not value >= least or value == 0 for value in values):
+                raise UserError(
+                    f"{name} {list(values)} must be numbers {'of at least 1' if least else 'above 0'}"
+                )
+        for name in ("slots", "cache_tokens", "arriving"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name} {value} must be at least 1")
 
 
 def simulate(options: SimulateOptions) -> None:
-    """Simulate serving under load: throughput against per-user speed, by verification policy.
+    """Simulate serving under load: what each verification policy makes of the same arriving requests.
 
-    Replays recorded rounds against measured costs (``profile``). Compares plain decoding, one draft token,
-    whole blocks, a threshold, and the scheduler in its causal and its asynchronous form. Writes
-    simulate.json and a plot.
+    Requests arrive at random or as in a recorded traffic; their rounds are replayed from the record against measured
+    costs (``profile``), prompts and context included. Compares plain decoding, one draft token, whole
+    blocks, a threshold, and the scheduler in its causal and its asynchronous form: throughput at a promised speed,
+    speed at equal throughput, budget by concurrency. Writes simulate.json and a plot.
     """
     from dspark_train.calibration.io import read_sts
     from dspark_train.cli.tables import print_load
@@ -63,11 +88,13 @@ def simulate(options: SimulateOptions) -> None:
     from dspark_train.files import write_result
     from dspark_train.report import figures
     from dspark_train.report.drawing import save_png
+    from dspark_train.studies import simulate as load
+    from dspark_train.studies.cuts import recorded_effect
     from dspark_train.studies.record import Recording, recorded_rounds, run_to_record
-    from dspark_train.studies.simulate import LoadStudy, NamedPolicy, standard_policies
-    from dspark_train.studies.simulate import simulate as simulate_load
+    from dspark_train.studies.traffic import Arrivals, Recorded
 
     table = CostTable.load(options.costs or Run(options.run).cost_table_path)
+    arrivals = None if options.arrivals is None else Arrivals.load(options.arrivals)
     recording = Recording(
         options.prompts, options.max_new_tokens, options.batch_size, refresh=options.refresh
     )
@@ -75,9 +102,25 @@ def simulate(options: SimulateOptions) -> None:
     run = run_to_record(options.run)
     trace = recorded_rounds(run, options.split, rule, recording)
     sts = read_sts(run, rule.label, trace.block_size)
-    policies = standard_policies(table, trace.block_size, options.threshold)
-    policies += [NamedPolicy(name, parse_policy(name, table)) for name in options.policies]
-    load = LoadStudy(
+    effect = recorded_effect(run, rule, recording) if options.after_cut else None
+    policies = load.standard_policies(table, trace.block_size, options.threshold)
+    policies += [load.NamedPolicy(name, parse_policy(name, table)) for name in options.policies]
+    recorded = Recorded.of(trace)
+    counts = sorted(set(options.requests)) or _doubling(max(1, table.max_rows // (trace.block_size + 1)))
+    server = load.Server(options.slots or counts[-1], options.cache_tokens)
+    rates = sorted(set(options.rates)) or [load.rate_for(recorded, table, count) for count in counts]
+    points, budgets = load.simulate(
+        trace,
+        table,
+        policies,
+        rates,
+        server,
+        sts=sts,
+        effect=effect,
+        arrivals=arrivals,
+        requests=options.arriving,
+    )
+    study = load.LoadStudy(
         split=options.split,
         sampling_temperature=options.temperature,
         rounds=len(trace.request),
@@ -86,11 +129,24 @@ def simulate(options: SimulateOptions) -> None:
         context=table.context,
         machine=table.machine,
         measured_rows=table.max_rows,
-        policies=simulate_load(trace, table, policies, sorted(set(options.requests)), sts=sts),
+        arrivals="poisson" if options.arrivals is None else options.arrivals.name,
+        slots=server.slots,
+        cache_tokens=server.cache_tokens,
+        prompt_tokens=float(recorded.prompt.double().mean()),
+        answer_tokens=float(recorded.answer.double().mean()),
+        after_cut=effect,
+        speeds=list(options.speeds) or load.promised(points),
+        policies=points,
+        budgets=budgets,
     )
     make_folders(run)
     picture = run.plots_path / "simulate.png"
-    write_result(run.study_path("simulate"), load)
-    save_png(picture, figures.load(load), figures.over(load))
-    print_load(load.policies)
+    write_result(run.study_path("simulate"), study)
+    save_png(picture, figures.load(study), figures.over(study))
+    print_load(study)
     print(f"wrote {run.study_path('simulate')} and {picture}")
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4, … and ``most``."""
+    return sorted({most, *(2**power for power in range(most.bit_length()))} - {0})

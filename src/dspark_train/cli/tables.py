@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dspark_train.decoding.measure import ModeResult
     from dspark_train.studies.online_threshold import ThresholdDriftStudy
     from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, ThresholdPoint, ThresholdStudy
-    from dspark_train.studies.simulate import LoadPoint
+    from dspark_train.studies.simulate import LoadStudy
 
 
 def _empty(title: str, columns: Sequence[str]) -> Table:
@@ -103,25 +103,12 @@ def print_threshold_drift(drift: ThresholdDriftStudy) -> None:
     )
 
 
-def print_load(policies: Mapping[str, Sequence[LoadPoint]]) -> None:
-    """Print throughput and verified tokens, a row for each number of requests."""
-    names = list(policies)
-    at = {(name, point.requests): point for name, points in policies.items() for point in points}
-    counts = list(dict.fromkeys(requests for _, requests in at))
+def print_load(study: LoadStudy) -> None:
+    """Print a load study's tables."""
+    from dspark_train.report.study_sections import load_tables
 
-    def rows(cell: Callable[[LoadPoint], str]) -> list[list[str]]:
-        return [[str(count), *(cell(at[name, count]) for name in names)] for count in counts]
-
-    _print(
-        "Tokens per second of all requests (* beyond the measured rows)",
-        ["requests", *names],
-        rows(lambda point: f"{point.throughput:.0f}{'*' if point.extrapolated else ''}"),
-    )
-    _print(
-        "Draft tokens verified per request and round",
-        ["requests", *names],
-        rows(lambda point: f"{point.verified_per_request:.1f}"),
-    )
+    for table in load_tables(study):
+        _print(table.caption, table.header, [[str(cell) for cell in row] for row in table.rows])
 
 
 def print_mode(label: str, mode: ModeResult) -> None:

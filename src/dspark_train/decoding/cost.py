@@ -29,6 +29,8 @@ CURVES = (
     "step_overhead_seconds_median",
 )
 """Optional curves over ``requests``."""
+SLOPES = ("single_row_seconds_per_context", "block_seconds_per_context", "draft_seconds_per_context")
+"""Optional curves over ``requests`` too: what one more token of context costs."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,16 @@ class CostTable:
     """Seconds of the rest of a speculative round: schedule, cache upkeep, bookkeeping."""
     step_overhead_seconds_median: tuple[float, ...] = ()
     """Seconds of the rest of a plain-decoding step: bookkeeping."""
+    single_row_seconds_per_context: tuple[float, ...] = ()
+    """Seconds that each further token of context, of every request, adds to a target pass with one row per request."""
+    block_seconds_per_context: tuple[float, ...] = ()
+    """The same with ``rows_per_request`` rows per request."""
+    draft_seconds_per_context: tuple[float, ...] = ()
+    """The same of the draft's part."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Tokens of the prompts of ``prompt_seconds_median``, strictly increasing."""
+    prompt_seconds_median: tuple[float, ...] = ()
+    """Seconds of the pass over a prompt: target, first token, and the draft's context."""
     machine: str = ""
     """Device and threads of the measurement, for the reader."""
 
@@ -80,9 +92,14 @@ class CostTable:
             _check_curve(name, getattr(self, name), "rows", self.rows)
         if self.requests:
             _check_axis("requests", self.requests)
-        for name in CURVES:
+        for name in (*CURVES, *SLOPES):
             if getattr(self, name):
                 _check_curve(name, getattr(self, name), "requests", self.requests)
+        if self.prompt_tokens:
+            _check_axis("prompt_tokens", self.prompt_tokens, first=None)
+            _check_curve(
+                "prompt_seconds_median", self.prompt_seconds_median, "prompt_tokens", self.prompt_tokens
+            )
         for low, middle, high, rows in zip(
             self.seconds_p10, self.seconds_median, self.seconds_p90, self.rows, strict=True
         ):
@@ -200,6 +217,30 @@ class CostTable:
         """Seconds of the rest of a plain-decoding step (any shape), float64; 0 if unmeasured."""
         return self._optional(requests, self.step_overhead_seconds_median)
 
+    def prompt_seconds(self, tokens: Tensor) -> Tensor:
+        """Seconds of the pass over prompts of so many tokens together (any shape), float64.
+
+        Unmeasured, it is a target pass of as many rows.
+        """
+        if not self.prompt_tokens:
+            return self.seconds(tokens)
+        return _interpolate(tokens, self.prompt_tokens, self.prompt_seconds_median)
+
+    def context_seconds(self, requests: Tensor, width: Tensor, plain: bool) -> Tensor:
+        """Seconds that each further token of context, of every request, adds to a round; 0 if unmeasured.
+
+        Args:
+            requests: any shape.
+            width: rows of the widest request, broadcastable to it.
+            plain: no draft runs.
+
+        Returns:
+            As ``requests`` and ``width`` broadcast, float64.
+        """
+        single, whole, draft = (self._optional(requests, getattr(self, name)) for name in SLOPES)
+        share = (width.to(torch.float64) - 1) / max(1, self.rows_per_request - 1)
+        return single + share * (whole - single) + (0.0 if plain else draft)
+
     def _optional(self, requests: Tensor, curve: tuple[float, ...]) -> Tensor:
         if not curve:
             return torch.zeros(requests.shape, dtype=torch.float64)
@@ -287,18 +328,21 @@ class CostTable:
             raise UserError(f"{path}: a value has the wrong type; lists of numbers are expected") from None
 
 
-def _check_axis(name: str, values: tuple[int, ...]) -> None:
+def _check_axis(name: str, values: tuple[int, ...], first: int | None = 1) -> None:
     if not values or not all(isinstance(value, int) for value in values):
         raise UserError(f"cost table: {name} must be a list of whole numbers, got {values!r}")
-    if values[0] != 1 or any(later <= earlier for earlier, later in itertools.pairwise(values)):
-        raise UserError(f"cost table: {name} must start at 1 and strictly increase, got {list(values)}")
+    begun = values[0] >= 1 if first is None else values[0] == first
+    if not begun or any(later <= earlier for earlier, later in itertools.pairwise(values)):
+        raise UserError(
+            f"cost table: {name} must start at {first or 'least at 1'} and strictly increase, got {list(values)}"
+        )
 
 
 def _check_curve(name: str, curve: tuple[float, ...], axis_name: str, axis: tuple[int, ...]) -> None:
     if len(curve) != len(axis):
         raise UserError(f"cost table: {name} has {len(curve)} values for {len(axis)} {axis_name}")
     for position, value in zip(axis, curve, strict=True):
-        positive = value >= 0 if name.endswith("overhead_seconds_median") else value > 0
+        positive = value >= 0 if name in SLOPES or "overhead" in name else value > 0
         if not (math.isfinite(value) and positive):
             raise UserError(
                 f"cost table: {name} at {axis_name}={position} is {value}; seconds must be positive"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dspark_train.studies.online_threshold import ThresholdDriftStudy
     from dspark_train.studies.reliability import ReliabilityBin, ReliabilityStudy
     from dspark_train.studies.rounds import AcceptanceStudy, DriftStudy, OfRounds, ThresholdStudy
-    from dspark_train.studies.simulate import LoadPoint, LoadStudy
+    from dspark_train.studies.simulate import LoadStudy
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -240,43 +240,47 @@ def load(study: LoadStudy) -> list[Lines]:
 
     Rings are extrapolated: some pass had more rows than were measured.
     """
+    from dspark_train.studies.simulate import budget_points
 
-    def line(
-        colour: int, name: str, x: Callable[[LoadPoint], float], y: Callable[[LoadPoint], float]
-    ) -> Series:
+    def speeds(colour: int, name: str) -> Series:
         points = study.policies[name]
         return Series(
             name,
-            [(x(point), y(point)) for point in points],
+            [(point.per_user, point.throughput) for point in points],
             colour,
             dashed=colour >= len(PALETTE),
             markers=True,
             hollow=[point.extrapolated for point in points],
             notes=[
-                f"{name}, {point.requests} requests: {fixed(point.throughput, 0)} tokens/s together, "
-                f"{fixed(point.per_user, 1)} each, {fixed(point.verified_per_request, 1)} verified a round"
+                f"{name}, {fixed(point.requests, 1)} requests: {fixed(point.throughput, 0)} tokens/s together, "
+                f"{fixed(point.per_user, 1)} each, {fixed(point.budget, 1)} rows a round"
                 for point in points
             ],
         )
 
-    names = list(study.policies)
     return [
         Lines(
             "Throughput against speed per user",
             over(study),
-            [line(i, name, lambda p: p.per_user, lambda p: p.throughput) for i, name in enumerate(names)],
+            [speeds(colour, name) for colour, name in enumerate(study.policies)],
             Axis("Tokens per second, one user", log=10),
             Axis("tokens per second, all", log=10),
         ),
         Lines(
-            "Draft tokens verified per request",
+            "Rows verified per request",
             over(study),
             [
-                line(i, name, lambda p: p.requests, lambda p: p.verified_per_request)
-                for i, name in enumerate(names)
+                Series(
+                    name,
+                    [(point.requests, point.budget) for point in points],
+                    colour,
+                    dashed=colour >= len(PALETTE),
+                    markers=True,
+                )
+                for colour, (name, points) in enumerate(budget_points(study).items())
             ],
-            Axis("Concurrent requests", log=2),
-            Axis("draft tokens per round", low=0.0),
+            Axis("Requests at work", log=2),
+            Axis("rows per round, anchor included", low=0.0),
         ),
     ]
 

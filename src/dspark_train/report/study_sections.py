@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from dspark_train.report import figures
@@ -11,7 +13,16 @@ from dspark_train.run import CALIBRATION_REPORT
 from dspark_train.studies.online_threshold import ThresholdDriftStudy
 from dspark_train.studies.reliability import CalibrationReport
 from dspark_train.studies.rounds import DriftStudy, OfRounds, ThresholdStudy
-from dspark_train.studies.simulate import LoadPoint, LoadStudy
+from dspark_train.studies.simulate import (
+    BASELINE,
+    LoadPoint,
+    LoadStudy,
+    budget_points,
+    equal_throughputs,
+    read,
+    speed_at,
+    throughput_at,
+)
 
 
 def _of(study: OfRounds) -> str:
@@ -158,32 +169,22 @@ def load(study: LoadStudy | None) -> Section | None:
     """Throughput against per-user speed, and the verification budget against concurrency, by policy."""
     if study is None or not any(study.policies.values()):
         return None
-    at = {(name, p.requests): p for name, points in study.policies.items() for p in points}
-    grid = sorted({requests for _, requests in at})
-
-    def table(title: str, cell: Callable[[LoadPoint], str]) -> Table:
-        rows = [
-            [
-                f"{requests:g}",
-                *(cell(at[name, requests]) if (name, requests) in at else "–" for name in study.policies),
-            ]
-            for requests in grid
-        ]
-        return Table(title, ["Requests", *study.policies], rows, folded=True)
-
     throughput, budget = figures.load(study)
-    rings = any(point.extrapolated for point in at.values())
+    every = [point for points in study.policies.values() for point in points]
+    rings = any(point.extrapolated for point in every)
+    loads, *read_out, rows = load_tables(study)
+    point = "a rate of arrivals" if study.arrivals else "a number of concurrent requests"
     shown = [
         Figure(
             throughput,
-            "Up and to the right is better. Each point is a number of concurrent requests."
+            f"Up and to the right is better. Each point is {point}."
             + (f" Rings: passes beyond the {study.measured_rows} measured rows." if rings else ""),
-            table("Tokens per second, all requests", lambda point: fixed(point.throughput, 0)),
+            dataclasses.replace(loads, folded=True),
         ),
         Figure(
             budget,
             "A good policy gives up verification as load grows.",
-            table("Draft tokens verified per request", lambda point: fixed(point.verified_per_request, 1)),
+            dataclasses.replace(rows, folded=True),
         ),
     ]
     about = figures.over(study)
@@ -191,4 +192,84 @@ def load(study: LoadStudy | None) -> Section | None:
     lead = f"Simulated from {rounds} and this machine's measured cost of a target step"
     if study.machine:
         lead += f" ({study.machine}, {study.context} tokens of context)"
-    return Section("load", "Throughput under load", f"{lead}.", "Load", shown, source="studies/simulate.json")
+    if study.arrivals:
+        arrivals = "Poisson arrivals" if study.arrivals == "poisson" else f"arrivals of {study.arrivals}"
+        bound = f", {study.cache_tokens:,} positions of cache" if study.cache_tokens else ""
+        lead += (
+            f". {arrivals}, the same for every policy; prompts of {study.prompt_tokens:.0f} tokens and answers of "
+            f"{study.answer_tokens:.0f} on average, whose passes hold up the rounds; at most {study.slots} requests "
+            f"at once{bound}. "
+        )
+        lead += (
+            f"What a cut changes was fitted from {study.after_cut.rounds:,} rounds after one"
+            if study.after_cut
+            else "Acceptance after a cut is taken as in the record"
+        )
+    return Section(
+        "load", "Throughput under load", f"{lead}.", "Load", shown, read_out, source="studies/simulate.json"
+    )
+
+
+def load_tables(study: LoadStudy) -> list[Table]:
+    """Each load; throughput at promised speeds and speed at equal throughput, against the baseline; budgets."""
+    names = list(study.policies)
+    longest = max(map(len, study.policies.values()))
+
+    def at_load(points: Sequence[LoadPoint], place: int) -> str:
+        if place >= len(points):
+            return "–"
+        point = points[place]
+        return f"{point.throughput:.0f}{'*' if point.extrapolated else ''} / {point.per_user:.1f}"
+
+    def name_of(place: int) -> str:
+        point = max(study.policies.values(), key=len)[place]
+        return f"{point.requests:g}" if point.rate is None else f"{point.rate:.2g}"
+
+    loads = Table(
+        "Tokens per second: all requests / one user (* beyond the measured rows)",
+        ["Arrivals per second" if study.arrivals else "Requests", *names],
+        [
+            [name_of(place), *(at_load(points, place) for points in study.policies.values())]
+            for place in range(longest)
+        ],
+    )
+    compared = "" if BASELINE not in names else f", and against {BASELINE}"
+    read_out = [
+        Table(
+            title, [axis, *names], [[fixed(at, 0 if at >= 100 else 1), *against(found)] for at, found in rows]
+        )
+        for title, axis, rows in (
+            (
+                f"Tokens per second of all at a promised speed per user{compared}",
+                "Tokens/s, each user",
+                [(at, read(study, throughput_at, at)) for at in study.speeds],
+            ),
+            (
+                f"Tokens per second of one user at equal throughput{compared}",
+                "Tokens/s, all",
+                [(at, read(study, speed_at, at)) for at in equal_throughputs(study)],
+            ),
+        )
+        if rows
+    ]
+    cells: dict[int, dict[str, str]] = {}
+    for name, points in budget_points(study).items():
+        for point in points:
+            group = math.ceil(math.log2(max(1.0, point.requests)) - 1e-9)
+            cells.setdefault(2**group, {})[name] = fixed(point.budget, 1)
+    rows = [[str(group), *(cells[group].get(name, "–") for name in names)] for group in sorted(cells)]
+    title = "Rows verified per request and round, the anchor's included"
+    return [loads, *read_out, Table(title, ["Requests at work, up to", *names], rows)]
+
+
+def against(found: dict[str, float | None]) -> list[str]:
+    """Values, each with its difference from the baseline's."""
+    base = found.get(BASELINE)
+
+    def cell(name: str, value: float | None) -> str:
+        if value is None:
+            return "–"
+        compared = "" if base is None or name == BASELINE else f" ({value / base - 1:+.0%})"
+        return f"{fixed(value, 0 if value >= 100 else 1)}{compared}"
+
+    return [cell(name, value) for name, value in found.items()]

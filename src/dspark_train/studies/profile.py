@@ -36,6 +36,10 @@ RESOLUTION = 0.02
 Shape = tuple[int, Policy]
 """Concurrent requests, and what is verified of them; a fixed length of 0 is plain decoding."""
 PLAIN = FixedLength(0)
+PROMPTS = (16, 64, 256, 1024)
+"""Tokens of the prompts that are timed, as far as the target's context and the largest pass over prompts reach."""
+FURTHER = 4
+"""The context that shows what more of it costs is so many times longer, or as long as the target allows."""
 
 
 @dataclass
@@ -124,6 +128,23 @@ def time_rounds(
     return found
 
 
+@torch.inference_mode()
+def time_prompts(
+    target: FrozenTarget, draft: DSparkDraft | None, *, tokens: int, repetitions: int, warm_up: int = 1
+) -> list[float]:
+    """Seconds of passes over a prompt of so many tokens, which joins alone."""
+    run = Decoder(target, draft).start(1, tokens + 1, seed=0)
+    prompt = [(7 * i) % target.vocab_size for i in range(tokens)]
+    seconds = []
+    with run:
+        for _ in range(warm_up + repetitions):
+            before = run.watch.read().get("prefill", 0.0)
+            run.join(run.decoder.requests([prompt], 1, [[]]))
+            run.leave()
+            seconds.append(run.watch.read()["prefill"] - before)
+    return seconds[warm_up:]
+
+
 def _fill(run: ActiveRun, requests: int, context: int, growth: int) -> None:
     """Make up requests whose prompts end at ``context``; only the last token of each prompt is really run."""
     vocabulary = run.decoder.target.vocab_size
@@ -143,8 +164,9 @@ class CostProfiler:
         max_rows: int,
         requests: Sequence[int] = (1,),
         context: int = 256,
+        prompts: Sequence[int] = PROMPTS,
     ) -> None:
-        """Lay out what is measured; arguments as in :func:`measure_costs`."""
+        """Lay out what is measured; arguments as in :func:`measure_costs`, and the tokens of the prompts timed."""
         if max_rows < 1 or context < 1 or not requests or min(requests) < 1:
             raise UserError(
                 f"profile: max_rows ({max_rows}), context ({context}) and every number of requests "
@@ -160,6 +182,11 @@ class CostProfiler:
             lengths = (Filled(self.slots - 1), FixedLength(1), FixedLength(self.slots - 1))
             shapes += [(count, policy) for count in self.requests for policy in lengths]
         self._found = {shape: RoundCost() for shape in shapes}
+        room = target.context_length or 2 * FURTHER * context
+        self.longer = min(FURTHER * context, (context + room) // 2)
+        """Context that is compared with ``context``."""
+        self._longer: dict[Shape, RoundCost] = {}
+        self._prompts: dict[int, list[float]] = {tokens: [] for tokens in prompts if tokens < room}
         self.seconds: dict[Shape, float] = {}
         """What each point took the last time."""
 
@@ -173,6 +200,11 @@ class CostProfiler:
     def points(self) -> int:
         """How many there are."""
         return len(self._found)
+
+    @property
+    def extras(self) -> int:
+        """How many :meth:`lengths` goes through."""
+        return len(self._prompts) + len(self.requests) * len({PLAIN, FixedLength(self.slots - 1)})
 
     def sweep(
         self,
@@ -208,6 +240,31 @@ class CostProfiler:
             if shown is not None:
                 shown.advance(1)
 
+    def lengths(self, repetitions: int, warm_up: int = 2, shown: Stage | None = None) -> None:
+        """Time ``repetitions`` more rounds in a longer context, and prompts of several lengths."""
+        for tokens, seconds in self._prompts.items():
+            seconds += time_prompts(
+                self.target, self.draft, tokens=tokens, repetitions=max(1, repetitions // 2)
+            )
+            if shown is not None:
+                shown.advance(1, f"prompts of {tokens} tokens")
+        room = self.target.context_length
+        if room is not None and self.longer + (repetitions + warm_up) * self.slots + 1 > room:
+            return
+        for count, policy in itertools.product(self.requests, {PLAIN, FixedLength(self.slots - 1)}):
+            self._longer[count, policy] = time_rounds(
+                self.target,
+                None if policy == PLAIN else self.draft,
+                requests=count,
+                policy=policy,
+                context=self.longer,
+                repetitions=repetitions,
+                warm_up=warm_up,
+                found=self._longer.get((count, policy)),
+            )
+            if shown is not None:
+                shown.advance(1, f"{self.longer} tokens of context")
+
     def refine(self) -> Shape | None:
         """Add a point half-way between the neighbouring passes that differ most, to be timed next.
 
@@ -234,11 +291,13 @@ class CostProfiler:
 
     def reset(self) -> None:
         """Forget what was found so far."""
-        for found in self._found.values():
+        for found in (*self._found.values(), *self._longer.values()):
             found.clear()
+        for seconds in self._prompts.values():
+            seconds.clear()
 
     def table(self, average: Callable[[list[float]], float] = statistics.median) -> CostTable:
-        """Return what was found so far.
+        """Return what was found so far; what more context and prompts cost only where :meth:`lengths` has run.
 
         Args:
             average: of the repetitions of a point. The median leaves out what a shared machine does now and then;
@@ -251,6 +310,21 @@ class CostProfiler:
             [] if self.draft is None else [self._found[count, policy] for count in self.requests]
             for policy in (FixedLength(self.slots - 1), FixedLength(1), Filled(self.slots - 1))
         )
+
+        def slope(policy: Policy, part: Callable[[RoundCost], list[float]]) -> tuple[float, ...]:
+            """Seconds per token of context between the two contexts, never below 0; empty where one is missing."""
+            pairs = [
+                (self._found[count, policy], self._longer.get((count, policy))) for count in self.requests
+            ]
+            if any(long is None or not long.samples for _, long in pairs):
+                return ()
+            more = self.longer - self.context
+            return tuple(
+                max(0.0, average(part(long)) - average(part(short))) / more for short, long in pairs if long
+            )
+
+        block = FixedLength(self.slots - 1)
+        prompts = {tokens: average(seconds) for tokens, seconds in self._prompts.items() if seconds}
         return CostTable(
             context=self.context,
             rows=tuple(self.rows),
@@ -270,6 +344,11 @@ class CostProfiler:
             short_draft_seconds_median=tuple(average(cost.draft) for cost in single),
             round_overhead_seconds_median=tuple(average(cost.overhead) for cost in whole),
             step_overhead_seconds_median=tuple(average(cost.overhead) for cost in plain),
+            single_row_seconds_per_context=slope(PLAIN, lambda cost: cost.target),
+            block_seconds_per_context=slope(block, lambda cost: cost.target),
+            draft_seconds_per_context=slope(block, lambda cost: cost.draft) if self.draft else (),
+            prompt_tokens=tuple(prompts),
+            prompt_seconds_median=tuple(prompts.values()),
             machine=machine(self.target.device),
         )
 
@@ -283,6 +362,7 @@ def measure_costs(
     context: int = 256,
     repetitions: int = 20,
     seconds: float | None = None,
+    lengths: bool = True,
 ) -> CostTable:
     """Measure a cost table of a target and, where given, its draft.
 
@@ -299,6 +379,7 @@ def measure_costs(
         repetitions: rounds timed at each point, in :data:`SWEEPS` turns.
         seconds: budget of time. The first turn over the coarse grid is always finished; further points and turns come
             while there is time. None: all turns over the coarse grid.
+        lengths: measure too what prompts and more context cost.
 
     Raises:
         UserError: nothing to measure, or a context that the target cannot hold.
@@ -315,20 +396,28 @@ def measure_costs(
     def fits(more: float) -> bool:
         return seconds is None or time.monotonic() - began + more <= seconds
 
-    with stage("measuring costs", turns * profiler.points, "points") as shown:
-        profiler.sweep(counts[0], shown=shown)
-        slowest = max(profiler.seconds.values())
-        while seconds is not None and fits((turns - 1) * sum(profiler.seconds.values()) + turns * slowest):
-            shape = profiler.refine()
-            if shape is None:
-                break
-            shown.update(shown.done, f"refining, {len(profiler.rows)} passes", turns * profiler.points)
-            profiler.sweep(counts[0], shapes=[shape], shown=shown)
-        for turn, count in enumerate(counts[1:], 1):
-            if not fits(sum(profiler.seconds.values())):
+    def total() -> int:
+        return turns * (profiler.points + (profiler.extras if lengths else 0))
+
+    with stage("measuring costs", total(), "points") as shown:
+        for turn, count in enumerate(counts):
+            if turn and not fits(sum(profiler.seconds.values())):
                 shown.update(shown.done, f"out of time after {turn} of {turns} turns", shown.done)
                 break
             profiler.sweep(count, shown=shown)
+            if lengths:
+                profiler.lengths(count, shown=shown)
+            slowest = max(profiler.seconds.values())
+            while (
+                turn == 0
+                and seconds is not None
+                and fits((turns - 1) * (time.monotonic() - began) + turns * slowest)
+            ):
+                shape = profiler.refine()
+                if shape is None:
+                    break
+                shown.update(shown.done, f"{len(profiler.rows)} passes", total())
+                profiler.sweep(count, shapes=[shape], shown=shown)
     return profiler.table()
 
 
@@ -363,6 +452,7 @@ def costs_now(target: FrozenTarget, draft: Draft, batch_size: int) -> CostTable:
         requests=(batch_size,),
         context=min(128, (target.context_length or 1024) // 4),
         repetitions=10,
+        lengths=False,
     )
     return table.monotone()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dspark_train.decoding.policies import Policy
 from dspark_train.decoding.requests import Request
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.errors import UserError
@@ -64,9 +65,14 @@ def run_to_record(path: Path, dtype: Dtype | None = None) -> Run:
 
 
 def recorded_rounds(
-    run: Run, split: Split, rule: SamplingRule, recording: Recording, say: Callable[[str], None] = print
+    run: Run,
+    split: Split,
+    rule: SamplingRule,
+    recording: Recording,
+    say: Callable[[str], None] = print,
+    cutting: Policy | None = None,
 ) -> DecodingTrace:
-    """Rounds of a run that verified whole blocks, decoded and kept first where needed.
+    """Rounds of a run that verified whole blocks, or were cut by a policy; decoded and kept first where needed.
 
     Args:
         run: whose target, draft and prompts.
@@ -74,12 +80,14 @@ def recorded_rounds(
         rule: sampling of target and draft.
         recording: how missing rounds are made.
         say: told what is being done.
+        cutting: picks what is verified; its rounds are kept apart. None verifies whole blocks.
 
     Raises:
         UserError: there are neither rounds nor prompts to decode, or the run holds no draft.
     """
-    path = run.trace_path(split, rule.label)
-    trace = None if recording.refresh else run.trace(split, rule.label)
+    kept = split if cutting is None else f"{split}_cut"
+    path = run.trace_path(kept, rule.label)
+    trace = None if recording.refresh else run.trace(kept, rule.label)
     if trace is not None:
         known = f"{len(trace.request)} rounds of {len(trace.request.unique())} prompts"
         say(f"{split}: {known} are in {run.recorded_path(split, rule.label)} (--refresh true decodes)")
@@ -90,7 +98,7 @@ def recorded_rounds(
     prompts = interleave(run.data.prompts(split))[: recording.prompts]
     if not prompts:
         raise UserError(f"run {run.path}: its data have no {split} prompts; give the split a share of them")
-    decoder = Decoder(run.target, run.draft, rule=rule)
+    decoder = Decoder(run.target, run.draft, cutting, rule)
     requests = decoder.requests([prompt.ids for prompt in prompts], recording.max_new_tokens, None)
     begun = time.monotonic()
     with stage(f"decoding {split} prompts ({rule.label})", len(prompts), "prompts") as shown:
