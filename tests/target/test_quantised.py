@@ -63,7 +63,8 @@ def test_a_draft_is_trained_for_a_quantised_target(tmp_path: Path) -> None:
         for draft in (module.draft, None)
     ]
     assert decoded[0] == decoded[1]
-    export_draft(module.draft, TargetWeights.of(target), tmp_path / "draft")
+    exported = export_draft(module.draft, TargetWeights.of(target), tmp_path / "draft")
+    assert any("quantised (fp8)" in note for note in exported.notes)
 
 
 @pytest.mark.parametrize("head", [False, True])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -142,7 +142,7 @@ def packed_linears(
     return known
 
 
-def _plain(module: Any) -> bool:
+def _plain(module: Any) -> TypeGuard[nn.Linear]:
     """A linear layer of numbers; a quantised one multiplies in its own way."""
     return type(module) is nn.Linear and is_plain(module)
 

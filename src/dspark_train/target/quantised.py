@@ -138,10 +138,10 @@ def plain_vocabulary(model: Any) -> None:
         bias = None if head.bias is None else head.bias.to(dtype)
         rows = torch.eye(size, dtype=dtype, device=head.weight.device)
         weight = torch.cat([head(part) if bias is None else head(part) - bias for part in rows.split(_ROWS)])
-        plain = nn.Linear(0, 0, bias=False)
+        plain = nn.Linear(size, weight.shape[1], bias=bias is not None, device="meta")
         plain.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
-        plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        plain.in_features, plain.out_features = size, weight.shape[1]
+        if bias is not None:
+            plain.bias = nn.Parameter(bias, requires_grad=False)
         model.set_output_embeddings(plain)
     if not is_plain(embedding):
         ids = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
@@ -154,7 +154,7 @@ class ScaledEmbedding(nn.Embedding):
     """A table of embeddings and their factor, kept apart."""
 
     def __init__(self, weight: Tensor, scale: float) -> None:
-        super().__init__(*weight.shape, _weight=weight)
+        super().__init__(weight.shape[0], weight.shape[1], _weight=weight)
         self.embed_scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
