@@ -23,10 +23,12 @@ from dspark_train.interchange.serve_check import (
     compare,
     own_rounds,
     side_by_side,
+    target_notes,
     to_json,
 )
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
+from dspark_train.target.quantised import Quantisation
 
 PROMPTS = [[1, 2, 3], [7, 5], [11, 13, 17, 19]]
 
@@ -71,7 +73,7 @@ class FakeServer:
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/v1/models":
-            return {"data": [{"id": "m"}]}
+            return {"data": [{"id": "m", "root": "owner/tiny-qwen3-fp8"}]}
         if path in ("/version", "/get_server_info"):
             return {"version": "9.9.9"}
         if path == "/v1/completions":
@@ -165,6 +167,17 @@ def test_a_server_that_decodes_alike_agrees_exactly(
     assert "acceptance up to position 4" in table
     assert to_json(found)["largest_gap"] == 0.0
     assert unaided.acceptance is None
+    assert served.target == to_json(found)["served_target"] == "owner/tiny-qwen3-fp8"
+
+
+def test_a_server_of_other_weights_is_named(make_target: Callable[..., FrozenTarget]) -> None:
+    target = make_target("qwen3")
+    assert target_notes("", target) == target_notes("owner/tiny-qwen3", target) == []
+    (note,) = target_notes("owner/tiny-qwen3-fp8", target)
+    assert "runs owner/tiny-qwen3-fp8, the draft was trained on the states of tiny-qwen3" in note
+    target.quantisation = Quantisation("awq", {"bits": 4}, dequantised=True)
+    (note,) = target_notes("owner/tiny-qwen3", target)
+    assert "awq, 4 bits" in note
 
 
 def test_a_server_that_decodes_otherwise_is_found_out(target: FrozenTarget, draft: DSparkDraft) -> None:

@@ -49,7 +49,15 @@ def serve_check(options: ServeCheckOptions) -> None:
     counters are read before and after.
     """
     from dspark_train.interchange.native import dtype_name
-    from dspark_train.interchange.serve_check import Server, ask, compare, own_rounds, side_by_side, to_json
+    from dspark_train.interchange.serve_check import (
+        Server,
+        ask,
+        compare,
+        own_rounds,
+        side_by_side,
+        target_notes,
+        to_json,
+    )
     from dspark_train.run import Run
 
     server = Server(options.url, options.key_variable)
@@ -68,6 +76,8 @@ def serve_check(options: ServeCheckOptions) -> None:
     plain = ask(plain_server, ids, options.max_new_tokens) if plain_server else None
     comparison = compare(served, tokens, trace, plain)
     print("\n".join(side_by_side(comparison)))
+    for note in target_notes(served.target, run.target):
+        print(f"note: {note}")
     if comparison.identical < comparison.prompts and options.dtype is None:
         kind = dtype_name(run.target.dtype)
         print(f"this project decoded in {kind}; name the server's dtype with --dtype where it is another")

@@ -57,12 +57,15 @@ class TargetWeights:
     """``[V, d]``, without the embedding scale."""
     head: Tensor
     """``[V, d]``."""
+    quantisation: str = ""
+    """Scheme of a quantised target; empty for a plain one."""
 
     @classmethod
     def of(cls, target: FrozenTarget) -> TargetWeights:
         """Of a loaded target."""
         names = list(target.model.config.architectures or [type(target.model).__name__])
-        return cls(target.name, names, target.embedding_weight.detach(), target.head_weight.detach())
+        scheme = "" if target.quantisation is None else target.quantisation.scheme
+        return cls(target.name, names, target.embedding_weight.detach(), target.head_weight.detach(), scheme)
 
 
 @dataclass
@@ -207,6 +210,11 @@ def export_draft(
     if warn is not None:
         for line in warnings:
             warn(line)
+    if target.quantisation:
+        checkpoint.notes.append(
+            f"the target is quantised ({target.quantisation}), and the draft is trained on the states that it has so: "
+            "serve it with this checkpoint of the target, not with another quantisation"
+        )
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     write_checkpoint(aside, config, tensors, max_shard_bytes)

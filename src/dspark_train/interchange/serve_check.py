@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -70,6 +71,8 @@ class Served:
     """Token ids of each completion."""
     acceptance: AcceptedRounds | None = None
     """None for a server that runs without a draft."""
+    target: str = ""
+    """Name or path of the model that it serves; empty where it does not say."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,14 @@ class Server:
             raise UserError(f"{self.root}/v1/models: the server names no model")
         return str(models[0]["id"])
 
+    def target(self) -> str:
+        """Name or path of the served weights; empty where the server does not say."""
+        try:
+            models = self.json("/v1/models").get("data") or [{}]
+        except UserError:
+            return ""
+        return str(models[0].get("root") or "")
+
     def engine(self) -> Engine:
         """Which engine answers, from the names on its metrics page."""
         page = self.request("/metrics")
@@ -204,7 +215,9 @@ def ask(
     """
     engine = server.engine()
     ask_engine = _ask_vllm if engine == "vllm" else _ask_sglang
-    return ask_engine(server, prompts, max_new_tokens, ignore_stop)
+    served = ask_engine(server, prompts, max_new_tokens, ignore_stop)
+    served.target = server.target()
+    return served
 
 
 def _ask_vllm(server: Server, prompts: Sequence[Sequence[int]], limit: int, ignore_stop: bool) -> Served:
@@ -307,6 +320,24 @@ def side_by_side(comparison: ServedComparison) -> list[str]:
     return lines
 
 
+def target_notes(served: str, target: FrozenTarget) -> list[str]:
+    """What to know about the states of the served target beside those that the draft was trained on.
+
+    Args:
+        served: name or path of what the server runs; empty where it does not say.
+        target: of the run.
+    """
+    notes = []
+    if target.quantisation is not None:
+        notes.append(f"this project's target is quantised ({target.quantisation.describe()})")
+    if served and Path(served).name != Path(target.name).name:
+        notes.append(
+            f"the server runs {served}, the draft was trained on the states of {target.name}: a checkpoint that is "
+            "quantised otherwise has other states, and accepts less"
+        )
+    return notes
+
+
 def own_rounds(
     target: FrozenTarget, draft: Draft, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> tuple[list[list[int]], DecodingTrace]:
@@ -333,6 +364,7 @@ def to_json(comparison: ServedComparison) -> dict[str, Any]:
     return {
         "engine": served.engine,
         "engine_version": served.version,
+        "served_target": served.target,
         "prompts": comparison.prompts,
         "identical": comparison.identical,
         "identical_to_plain": comparison.identical_to_plain,

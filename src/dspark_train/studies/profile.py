@@ -130,7 +130,7 @@ def time_rounds(
 
 @torch.inference_mode()
 def time_prompts(
-    target: FrozenTarget, draft: DSparkDraft | None, *, tokens: int, repetitions: int, warm_up: int = 1
+    target: FrozenTarget, draft: Draft | None, *, tokens: int, repetitions: int, warm_up: int = 1
 ) -> list[float]:
     """Seconds of passes over a prompt of so many tokens, which joins alone."""
     run = Decoder(target, draft).start(1, tokens + 1, seed=0)

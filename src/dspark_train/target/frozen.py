@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dspark_train.errors import UserError
 from dspark_train.machine import DTYPES, Choice, LayerShape, fastest, layer_pass, made_when_run, tune
+from dspark_train.progress import say
 from dspark_train.structures import TargetStates
 from dspark_train.target.config import (
     TargetConfig,
@@ -27,6 +28,7 @@ from dspark_train.target.config import (
 )
 from dspark_train.target.embedded import NAME, embedded_target
 from dspark_train.target.packed import ROWS, packed_linears, packed_or_plain, rows_stand_alone
+from dspark_train.target.quantised import Quantisation, load_quantised, quantisation_of
 
 PROBE_ROWS = 7
 """Tokens by which a target is probed when it is loaded."""
@@ -81,6 +83,8 @@ class FrozenTarget:
         """Distance (:func:`distances`) of this target's logits from its own in a batch of another shape."""
         self.form: Choice | None = None
         """What ``dtype: auto`` chose, and why."""
+        self.quantisation: Quantisation | None = None
+        """How its layers are stored, where they are quantised."""
         try:
             self._probe()
         except (UserError, torch.OutOfMemoryError):
@@ -118,13 +122,20 @@ class FrozenTarget:
             config = TargetConfig(name_or_path=config, **options)
         chosen = torch.device(config.device if config.device != "auto" else device or default_device())
         path = resolve_path(config)
-        text = read_target_config(config)
-        form = choose_form(text, chosen, rows) if config.dtype == "auto" else None
-        dtype = DTYPES[form.name.split(",")[0] if form else config.dtype]
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=config.attention, **hub_options(config)
+        whole = _read_config(config)
+        stored = quantisation_of(whole, chosen, config.name_or_path)
+        if stored is not None and config.sharding == "zero3":
+            raise UserError(
+                f"target.sharding zero3 shards plain weights, and {config.name_or_path} is quantised"
             )
+        form = choose_form(text_config(whole), chosen, rows) if config.dtype == "auto" else None
+        dtype = DTYPES[form.name.split(",")[0] if form else config.dtype]
+        load = AutoModelForCausalLM.from_pretrained
+        if stored is not None:
+            say(f"target {config.name_or_path}: {stored.describe()}")
+            load = partial(load_quantised, AutoModelForCausalLM, stored=stored, device=chosen)
+        try:
+            model: Any = load(path, dtype=dtype, attn_implementation=config.attention, **hub_options(config))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -134,10 +145,10 @@ class FrozenTarget:
             from dspark_train.target.sharding import shard_model
 
             model = shard_model(model, chosen)
-        else:
+        elif stored is None:
             model = model.to(chosen)
         target = cls(model, config.layer_ids, tokenizer, name=config.name_or_path)
-        target.form = form
+        target.form, target.quantisation = form, stored
         return target
 
     @torch.no_grad()
@@ -426,6 +437,11 @@ def read_target_config(config: TargetConfig) -> Any:
     Raises:
         UserError: there is none at that place, or no model of this kind can be a target.
     """
+    return text_config(_read_config(config))
+
+
+def _read_config(config: TargetConfig) -> Any:
+    """Config of the whole model, towers included."""
     from transformers import AutoConfig
 
     path = resolve_path(config)
@@ -435,7 +451,7 @@ def read_target_config(config: TargetConfig) -> Any:
         raise _cannot_load(config, error) from error
     if reason := refusal(found):
         raise UserError(f"the target {config.name_or_path} {reason}")
-    return text_config(found)
+    return found
 
 
 def _cannot_load(config: TargetConfig, error: Exception) -> UserError:

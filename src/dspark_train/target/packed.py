@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark_train.machine import fastest
+from dspark_train.target.quantised import is_plain
 
 ROWS = (32, 256, 2048)
 """Numbers of rows at which packed products are held against plain ones."""
@@ -73,7 +74,7 @@ class PackedLinears:
 
         ``groups`` names neighbours that read the same input.
         """
-        linears = (module for module in owner.modules() if type(module) is nn.Linear)
+        linears = (module for module in owner.modules() if _plain(module))
         self.modules = [module for module in linears if module.weight is not head]
         self.forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
         self.shared: list[SharedProduct] = []
@@ -90,7 +91,7 @@ class PackedLinears:
         self._state = self._now(head)
 
     def _share(self, neighbours: Sequence[Any]) -> None:
-        if any(type(one) is not nn.Linear or one in self.forwards for one in neighbours):
+        if any(not _plain(one) or one in self.forwards for one in neighbours):
             return
         first: nn.Linear = neighbours[0]
         alike = all(
@@ -139,6 +140,11 @@ def packed_linears(
     if known is None or known.stale(head):
         known = _packed[owner] = PackedLinears(owner, head, groups)
     return known
+
+
+def _plain(module: Any) -> TypeGuard[nn.Linear]:
+    """A linear layer of numbers; a quantised one multiplies in its own way."""
+    return type(module) is nn.Linear and is_plain(module)
 
 
 def packed_product(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor] | None:
