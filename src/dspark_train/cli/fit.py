@@ -154,7 +154,12 @@ class DSparkCLI(LightningCLI):
     def before_fit(self) -> None:
         """The accumulation follows from the global batch and the number of ranks."""
         self.model.warm_start = warm_start
-        self.trainer.accumulate_grad_batches = self.datamodule.accumulation(self.trainer.world_size)
+        accumulated = self.datamodule.accumulation(self.trainer.world_size)
+        self.trainer.accumulate_grad_batches = accumulated
+        if isinstance(
+            self.trainer.val_check_interval, int
+        ):  # the recipe counts steps, Lightning micro-batches
+            self.trainer.val_check_interval *= accumulated
 
     def after_fit(self) -> None:
         """Export the draft, then run the stages that the config names."""
