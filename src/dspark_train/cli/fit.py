@@ -308,7 +308,10 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
         if trainer.is_global_zero:
             draft.save(folder / "draft", dtype=module.target.dtype)
     trainer.strategy.barrier("draft saved")
-    if not trainer.is_global_zero:
+    first = trainer.is_global_zero
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # what follows runs alone, and must wait for nobody
+    if not first:
         return
     has_confidence = draft.confidence_head is not None
     budget = next((one for one in trainer.callbacks if isinstance(one, TimeBudget)), None)  # type: ignore[attr-defined]
