@@ -16,9 +16,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -27,6 +26,9 @@ from dspark_train.data.conversations import SPLITS
 from dspark_train.data.tokenize import Example
 from dspark_train.errors import UserError
 from dspark_train.files import Shard, Shards, read_json
+
+if TYPE_CHECKING:
+    import datasets
 
 MANIFEST = "manifest.json"
 SCHEMA = pa.schema(
@@ -164,6 +166,8 @@ class PreparedSet:
         if not files:
             held = ", ".join(f"{split} {counts.examples}" for split, counts in self.manifest.splits.items())
             raise UserError(f"the split {name!r} of {self.folder} is empty (examples: {held or 'none'})")
+        import datasets
+
         parts = []
         for file in files:
             try:
