@@ -4,7 +4,9 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint setup docs clean
+DEVICE ?= cuda
+
+.PHONY: quickstart test lint setup docs gpu-check clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m dspark_train fit --config configs/quickstart.yaml
@@ -14,6 +16,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# What only a GPU can tell, in ten minutes at most: a table, and gpu_check.json. DEVICE=cpu runs it on tiny shapes.
+gpu-check: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu_check.py --device $(DEVICE)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -131,6 +131,7 @@ def measure(
         mixed=mixed,
         target_item=target.dtype.itemsize,
         cached=cached,
+        device=device.type,
     )
     expected = cost.memory(load, stage=0, ranks=1)
     moving = sum(value for name, value in expected.items() if name not in ("target", "weights"))
@@ -140,6 +141,7 @@ def measure(
         "parts": best,
         "bytes": peak.bytes,
         "plan": moving,
+        "flops": sum(cost.flops(load).values()),
     }
 
 

@@ -292,6 +292,7 @@ class Run:
                 f"{self.path} holds no exported draft ({self.draft_path}): finish `fit`, or run `export {self.path}`"
             )
         settings = TargetConfig(**config["target"])
+        settings.sharding = "none"  # there are no ranks to share it
         if self.dtype is not None:
             settings.dtype = self.dtype
         target = FrozenTarget.load(settings, rows=config["draft"]["block_size"] + 1)

@@ -185,3 +185,20 @@ def test_stages_after_training_are_a_list_in_either_form(tmp_path: Path, given: 
     assert list(parse_recipe([*words, f"--run.after={given}"]).run.after) == ["decode", "report"]
     with pytest.raises(UserError, match=r"stages \(calibrate, decode, report\) with commas between"):
         parse_recipe([*words, "--run.after=decod"])
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(10, 40), (0.5, 0.5), (None, None)])
+def test_validations_are_counted_in_optimiser_steps(given: float | None, wanted: float | None) -> None:
+    """Lightning counts micro-batches: here four of them make a step. A share of an epoch stays one."""
+    trainer = SimpleNamespace(world_size=2, val_check_interval=given)
+    data = SimpleNamespace(accumulation=lambda ranks: 8 // ranks)
+    cli = SimpleNamespace(trainer=trainer, datamodule=data, model=SimpleNamespace())
+    fit.DSparkCLI.before_fit(cli)  # type: ignore[arg-type]
+    assert trainer.accumulate_grad_batches == 4
+    assert trainer.val_check_interval == wanted
+
+
+def test_slurm_tasks_get_their_cores() -> None:
+    script = (Path(__file__).parents[2] / "configs" / "slurm.sbatch").read_text()
+    assert "#SBATCH --cpus-per-task=" in script
+    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in script.split("srun ", 1)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,7 +203,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
             "qwen3_4b", flags=[*ON_THE_PAPERS_DATA, f"--data.micro_batch_size={size}",
                                f"--data.global_batch_size={8 * size}"]
         )  # fmt: skip
-        return fits(wider.cost, wider.load, wider.stage, wider.ranks, limit)
+        return fits(wider.cost, wider.peak, wider.stage, wider.ranks, limit)
 
     assert fitting(found.largest)
     assert not fitting(found.largest + 1)
@@ -330,3 +331,36 @@ def test_help_names_its_own_options_and_those_of_fit(capsys: pytest.CaptureFixtu
     assert "every option of" in text
     assert "`fit` too" in text
     assert all(f"--{name}" in text for name in ("gpu", "samples", "length", "answer_share", "target_config"))
+
+
+def machine_of(name: str) -> tuple[int, str]:
+    """Number and kind of the GPUs that a recipe's header names."""
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    found = re.search(r"^# Machine: (\d+) × ([\w-]+)", text, re.M)
+    assert found is not None, f"{name}.yaml names no machine"
+    return int(found[1]), found[2]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_the_machine_that_its_header_names(name: str) -> None:
+    """In its longest micro-batch, all sequences of the maximum length, with a tenth to spare."""
+    count, gpu = machine_of(name)
+    found = plan_of(name, flags=["--gpu", gpu, "--trainer.devices", str(count)])
+    assert found.peak.tokens == found.peak.sequences * 4096
+    assert found.total_memory * 1.1 < GPUS[gpu][1] * 1e9
+    assert (found.largest or 0) >= found.load.sequences
+
+
+@pytest.mark.parametrize("overlay", ["zero1", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_machine_with_every_sharding_too(name: str, overlay: str) -> None:
+    count, gpu = machine_of(name)
+    found = plan_of(name, overlay, flags=["--gpu", gpu, "--trainer.devices", str(count)])
+    assert found.total_memory * 1.1 < GPUS[gpu][1] * 1e9
+
+
+def test_memory_is_that_of_the_longest_sequences_and_time_that_of_average_ones(recipe: Path) -> None:
+    found = plan(["--config", str(recipe)])
+    lengths = found.peak.length
+    assert lengths > found.load.length
+    assert found.memory == found.cost.memory(found.peak, found.stage, found.ranks)

@@ -71,6 +71,18 @@ def test_a_slow_machine_makes_fewer_and_ends_in_time(tmp_path: Path, monkeypatch
     assert clock.rates[-1] < 0.02 * max(clock.rates)
 
 
+def test_validations_by_epoch_are_planned_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs of two steps; every fifth ends with a validation of five seconds: 40 steps and four of them in 60."""
+    clock, budget = Clock(monkeypatch, validation=5.0), TimeBudget(60)
+    trainer = tiny.tiny_trainer(
+        tmp_path, max_steps=100, callbacks=[clock, budget], limit_val_batches=1, check_val_every_n_epoch=5
+    )
+    tiny.fit(tiny.tiny_module(), tiny.TinyData(16), trainer)
+    assert clock.validated == list(range(10, trainer.global_step + 1, 10))
+    assert 38 <= trainer.global_step <= 41
+    assert clock.now - 100 <= 61
+
+
 def test_a_machine_that_slows_down_still_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

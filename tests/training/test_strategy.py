@@ -102,6 +102,17 @@ PAIR = [
     {"name": "zero2-again", "strategy": "zero2", "resume": "zero2-ten/trainer/step=00000005.ckpt", **FOUR},
     {"name": "killed", "again": True, "strategy": "zero2", **FOUR, "checkpoint": {"every_n_steps": 2}},
     {"name": "features"},
+    *(
+        {
+            "name": f"decoded-{'sharded' if sharded else 'whole'}",
+            "strategy": "ddp",
+            "sharded": sharded,
+            "trainer": {"max_steps": 2, "limit_val_batches": 1, "val_check_interval": 2},
+            "data": {"micro_batch_size": 4},
+            "decode": {"prompts": 1 if sharded else 2, "max_new_tokens": 6, "seconds": 1e-6},
+        }
+        for sharded in (True, False)
+    ),
     {"name": "2-to-3", "strategy": "zero3", "resume": "zero2-ten/trainer/step=00000005.ckpt", **FOUR},
 ]
 
@@ -281,6 +292,14 @@ def test_a_sharded_target_gives_the_same_features(results: Path, rank: int) -> N
     assert found["logits"]
     assert found["share"] < 0.51
     assert found["identity"]  # so that both find the same feature cache
+
+
+def test_with_a_sharded_target_all_ranks_decode_all_prompts_together(results: Path) -> None:
+    """One prompt for two ranks, and no time: alone, a rank would wait for the other's passes for ever."""
+    found, whole = (torch.load(results / f"decoded-{kind}.pt") for kind in ("sharded", "whole"))
+    assert 1 <= found["logged"]["decode/tau"] <= 5
+    assert found["logged"]["decode/divergences"] == 0
+    assert largest(found["state"], whole["state"]) < 1e-5
 
 
 def test_the_model_summary_survives_stage_3(results: Path) -> None:

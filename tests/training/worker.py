@@ -21,6 +21,9 @@ import torch  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
+from dspark_train.decoding.callback import DecodeValidation  # noqa: E402
+from dspark_train.target.frozen import FrozenTarget  # noqa: E402
+from dspark_train.target.sharding import shard_model  # noqa: E402
 from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint  # noqa: E402
 from dspark_train.training.csv_logger import RunCSVLogger  # noqa: E402
 from dspark_train.training.feature_cache import identity_of  # noqa: E402
@@ -73,9 +76,6 @@ class DieAt(Callback):
 
 def features(folder: Path) -> None:
     """A sharded target against a whole one, each rank with a batch of its own."""
-    from dspark_train.target.frozen import FrozenTarget
-    from dspark_train.target.sharding import shard_model
-
     rank = int(os.environ["RANK"])
     ids = torch.randint(0, 97, (2 + rank, 9 + 3 * rank), generator=torch.Generator().manual_seed(rank))
     plain, other = tiny.tiny_target(), tiny.tiny_target()
@@ -115,6 +115,11 @@ def run(job: dict[str, Any], folder: Path) -> None:
         **options,
     )
     module = tiny.tiny_module(**job.get("module", {}))
+    if job.get("sharded"):
+        module.target_config.sharding = "zero3"
+        module.target = FrozenTarget(
+            shard_model(tiny.tiny_target().model, torch.device("cpu")), [0, 1, 3], name="tiny"
+        )
     if job.get("gradient"):
         module.__class__ = ConstantGradient if job["gradient"] == "constant" else GradientModule
     if "die_at" in job:
@@ -122,6 +127,8 @@ def run(job: dict[str, Any], folder: Path) -> None:
     resume = folder / job["resume"] if "resume" in job else None
     if "again" in job:
         resume = latest_checkpoint(run_folder / "trainer")
+    if "decode" in job:
+        trainer.callbacks.append(DecodeValidation(**job["decode"]))
     tiny.fit(module, data, trainer, ckpt_path=resume, weights_only=False if resume else None)
     state = master_state(module.draft)
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -130,7 +137,13 @@ def run(job: dict[str, Any], folder: Path) -> None:
             module.draft.save(folder / job["export"], dtype=torch.float32)
     if trainer.is_global_zero:
         torch.save(
-            {"state": state, "rates": rates, "step": trainer.global_step}, folder / f"{job['name']}.pt"
+            {
+                "state": state,
+                "rates": rates,
+                "step": trainer.global_step,
+                "logged": {name: float(value) for name, value in trainer.logged_metrics.items()},
+            },
+            folder / f"{job['name']}.pt",
         )
     trainer.strategy.barrier()
 

@@ -159,7 +159,10 @@ class DSparkCLI(LightningCLI):
     def before_fit(self) -> None:
         """The accumulation follows from the global batch and the number of ranks."""
         self.model.warm_start = warm_start
-        self.trainer.accumulate_grad_batches = self.datamodule.accumulation(self.trainer.world_size)
+        accumulated = self.datamodule.accumulation(self.trainer.world_size)
+        self.trainer.accumulate_grad_batches = accumulated
+        if isinstance(self.trainer.val_check_interval, int):  # of steps; Lightning counts micro-batches
+            self.trainer.val_check_interval *= accumulated
         record_recipe(self.trainer.loggers, Run(Path(self.trainer.default_root_dir)))
 
     def after_fit(self) -> None:
@@ -353,7 +356,10 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
         if trainer.is_global_zero:
             draft.save(folder / "draft", dtype=module.target.dtype)
     trainer.strategy.barrier("draft saved")
-    if not trainer.is_global_zero:
+    first = trainer.is_global_zero
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # what follows runs alone, and must wait for nobody
+    if not first:
         return
     has_confidence = draft.confidence_head is not None
     budget = next((one for one in trainer.callbacks if isinstance(one, TimeBudget)), None)  # type: ignore[attr-defined]

@@ -203,6 +203,9 @@ def data_facts(data: DSparkDataModule, options: PlanOptions, notes: list[str]) -
     counts = SplitCounts()
     if data.prepared is not None:
         counts = data.prepared.splits.get(data.train_split, counts)
+    longest = data.options.max_length
+    if data.prepared is not None and counts.examples:
+        longest = int(data.store(data.train_split).lengths.max())
     if counts.examples:
         length, share = counts.tokens / counts.examples, counts.supervised / max(1, counts.tokens)
     else:
@@ -210,6 +213,7 @@ def data_facts(data: DSparkDataModule, options: PlanOptions, notes: list[str]) -
     facts = DataFacts(
         samples=options.samples or counts.examples or None,
         length=options.length or length,
+        longest=longest,
         answer_share=share if options.answer_share is None else options.answer_share,
     )
     if not counts.examples and options.length is None:

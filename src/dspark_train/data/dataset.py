@@ -17,9 +17,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -28,6 +27,9 @@ from dspark_train.data.conversations import HELD_OUT, SPLITS, half_of
 from dspark_train.data.tokenize import Example
 from dspark_train.errors import UserError
 from dspark_train.files import Shard, Shards, read_json
+
+if TYPE_CHECKING:
+    import datasets
 
 MANIFEST = "manifest.json"
 TEMPLATES = 20
@@ -197,6 +199,8 @@ class PreparedSet:
         halved = self._parts(HELD_OUT) if name in ("validation", "test") else []
         if not parts and not halved:
             return None
+        import datasets
+
         store = ExampleStore(datasets.concatenate_datasets([*parts, *halved]))
         if not halved:
             return store
@@ -206,6 +210,8 @@ class PreparedSet:
 
     def _parts(self, name: str) -> list[datasets.Dataset]:
         """The files of a split as the manifest names it."""
+        import datasets
+
         parts = []
         for file in self.manifest.files.get(name, []):
             try:

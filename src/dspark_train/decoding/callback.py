@@ -30,7 +30,8 @@ class DecodeValidation(Callback):
     ``decode/ece`` (mean calibration error of the raw confidences) and ``decode/divergences`` (greedy only), on which
     checkpoints and early stopping can depend: ``monitor: decode/tau``.
 
-    The draft is decoded in the target's dtype, as it will be served. Ranks share the prompts.
+    The draft is decoded in the target's dtype, as it will be served. Ranks share the prompts; with a sharded target
+    they decode the same ones together, all of them.
 
     Args:
         prompts: prompts at most, of all domains in turn.
@@ -82,11 +83,14 @@ class DecodeValidation(Callback):
                     f"DecodeValidation: the data have no {self.split} prompts; give that split a share, or name another"
                 )
         self._copy = snapshot(module.draft, module.target, self._copy)
-        own = self._chosen[trainer.global_rank :: trainer.world_size]
-        found = (
-            compare(module.target, self._copy, own, self.rule, self.settings, self.seconds) if own else None
-        )
+        if module.target_config.sharding == "none":
+            own, seconds = self._chosen[trainer.global_rank :: trainer.world_size], self.seconds
+        else:  # every rank takes part in every pass: all decode the same prompts, and none stops early
+            own, seconds = self._chosen, float("inf")
+        found = compare(module.target, self._copy, own, self.rule, self.settings, seconds) if own else None
         parts = [part for part in gather_objects(found) if part is not None]
+        if own is self._chosen:
+            parts = parts[:1]
         trace = DecodingTrace.concatenate([part.trace for part in parts])
         for name, value in metrics(trace).items():
             self._log(pl_module, name, value)

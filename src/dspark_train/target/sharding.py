@@ -52,6 +52,11 @@ class WholeHead(nn.Module):
         return nn.functional.linear(hidden, self.weight)
 
 
+def local_rank(device: torch.device) -> str:
+    """Number of this process on its node: as SLURM says, else as its device says."""
+    return os.environ.get("SLURM_LOCALID", str(device.index or 0))
+
+
 def shard_model(model: Any, device: torch.device) -> Any:
     """Shard a Hugging Face causal LM (loaded on the CPU) over the ranks; every rank must call.
 
@@ -71,6 +76,7 @@ def shard_model(model: Any, device: torch.device) -> Any:
         )
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", local_rank(device))  # DeepSpeed reads it; SLURM and DDP do not set it
     import deepspeed
 
     if device.type == "cpu":

@@ -41,6 +41,7 @@ class TimeBudget(Callback):
         self._validation_seconds: float | None = None
         self._validations = 0
         self._interval = 0.0
+        self._by_epoch: list[int] = []
 
     # -- what a checkpoint holds ------------------------------------------------------------------------------------
 
@@ -68,9 +69,11 @@ class TimeBudget(Callback):
                 "trainer.max_epochs"
             )
         self.recipe_steps = int(most)
-        counts = trainer.limit_val_batches and trainer.check_val_every_n_epoch is None
-        batches = (trainer.val_check_batch if counts else None) or float("inf")
-        self._interval = float(batches) / trainer.accumulate_grad_batches
+        batches = (trainer.val_check_batch if trainer.limit_val_batches else None) or float("inf")
+        if trainer.check_val_every_n_epoch is None:
+            self._interval = float(batches) / trainer.accumulate_grad_batches
+        else:
+            self._by_epoch = self._validations_by_epoch(trainer, float(batches))
         self._apply(trainer, pl_module, self.planned or self.recipe_steps)
         self._mark(trainer, pl_module)
 
@@ -141,8 +144,21 @@ class TimeBudget(Callback):
         self.remaining = needed(steps)
         return steps
 
+    def _validations_by_epoch(self, trainer: Trainer, batches: float) -> list[int]:
+        """Steps after which validations come that Lightning places in every so many epochs."""
+        per_epoch, every = int(trainer.num_training_batches), int(trainer.check_val_every_n_epoch or 1)
+        places = range(1, int(per_epoch / batches) + 1)
+        epochs = range(every, self.recipe_steps * trainer.accumulate_grad_batches // per_epoch + 1, every)
+        return [
+            round(((epoch - 1) * per_epoch + place * batches) / trainer.accumulate_grad_batches)
+            for epoch in epochs
+            for place in places
+        ]
+
     def _due(self, total: int) -> list[int]:
         """Steps after which a run of ``total`` steps is validated."""
+        if self._by_epoch:
+            return [step for step in self._by_epoch if step <= total]
         if not 0 < self._interval <= self.recipe_steps:
             return []
         count = int(self.recipe_steps / self._interval)
@@ -161,7 +177,9 @@ class TimeBudget(Callback):
         if module.schedule is not None:
             module.schedule.total_steps = steps
         due = self._due(steps)[self._validations :]
-        if due:  # at the latest now: a new plan may have moved it to a step that is over
+        if (
+            due and not self._by_epoch
+        ):  # at the latest now: a new plan may have moved it to a step that is over
             earliest = trainer.global_step + validated
             trainer.val_check_batch = max(due[0], earliest) * trainer.accumulate_grad_batches
 

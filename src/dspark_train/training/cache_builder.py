@@ -53,8 +53,7 @@ class CacheFeatures(Callback):
             self.folder = Path(trainer.default_root_dir) / "feature_cache"
         elif self.by_identity:
             self.folder = Path(self.given) / identity.short
-        if trainer.is_global_zero:
-            check_disk(self.folder, cache_bytes(module.target, self._tokens(trainer), self.storage))
+        check_disk(self.folder, cache_bytes(module.target, self._tokens(trainer), self.storage))
         trainer.strategy.barrier("feature cache: disk space")
         sharded = module.target_config.sharding != "none" and trainer.world_size > 1
         module.source = FeatureCache(

@@ -9,7 +9,7 @@ from dspark_train.draft.cost import activation_bytes, pass_flops, trained_parame
 from dspark_train.draft.kinds import Draft
 from dspark_train.target.cost import TargetCost
 from dspark_train.training.objective import objective_bytes, objective_flops
-from dspark_train.training.zero_state import state_bytes
+from dspark_train.training.zero_state import bucket_bytes, state_bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class StepCost:
             "weights": weights,
             "gradients": gradients,
             "optimiser": 0 if self.offload else state,
+            "buckets": bucket_bytes(trained_parameters(self.draft), stage, ranks),
             "target states": self.target.pass_bytes(load.tokens, len(config.layer_ids), self.target_item),
             "activations": activation_bytes(self.draft, load, item),
             "objective": objective_bytes(

@@ -53,6 +53,8 @@ class DataFacts:
     :data:`ASSUMED_SAMPLES`)."""
     length: float
     """Mean tokens of a sequence."""
+    longest: int
+    """Tokens of the longest one; batches are of similar lengths, so one of them is of such sequences alone."""
     answer_share: float
     """Share of them that is supervised."""
 
@@ -63,7 +65,9 @@ class Plan:
 
     cost: StepCost
     load: Load
-    """Of one micro-batch."""
+    """Of one micro-batch, on average: what time follows from."""
+    peak: Load
+    """Of the longest micro-batch: what memory follows from."""
     ranks: int
     stage: int
     """Of ZeRO; 0 for none."""
@@ -115,7 +119,8 @@ class Plan:
             f"accumulation         {self.accumulation} micro-batches × {self.ranks} ranks",
             "",
             f"memory per GPU       {self.total_memory / gib:,.2f} GiB under "
-            + (f"ZeRO-{self.stage}" if self.stage else "no sharding"),
+            + (f"ZeRO-{self.stage}" if self.stage else "no sharding")
+            + f", in the longest micro-batch ({self.peak.tokens:,} tokens)",
         ]
         lines += [f"  {name:<18} {size / gib:8.2f} GiB" for name, size in self.memory.items()]
         stages = "   ".join(
@@ -208,22 +213,24 @@ def make_plan(
         device="cpu" if on_cpu(target, trainer) else "cuda",
     )
 
-    def load(sequences: int) -> Load:
-        return expected_load(
-            sequences, facts.length, facts.answer_share, data.num_anchors, draft.config.block_size
-        )
+    def load(sequences: int, length: float) -> Load:
+        return expected_load(sequences, length, facts.answer_share, data.num_anchors, draft.config.block_size)
 
-    flops = {name: value * accumulated * ranks for name, value in cost.flops(load(micro)).items()}
+    average, peak = load(micro, facts.length), load(micro, facts.longest)
+
+    flops = {name: value * accumulated * ranks for name, value in cost.flops(average).items()}
     steps, epochs, notes = count_steps(trainer, facts.samples, batch)
     tokens = int((facts.samples or 0) * facts.length)
     seconds = gpu_bytes = largest = None
     if gpu is not None:
-        peak, gigabytes = GPUS[gpu]
+        rate, gigabytes = GPUS[gpu]
         gpu_bytes = int(gigabytes * 1e9)
         once = cost.target.pass_flops(tokens, facts.length) if cost.cached else 0.0
-        seconds = (once + steps * sum(flops.values())) / (ranks * peak * 1e12 * UTILISATION)
+        seconds = (once + steps * sum(flops.values())) / (ranks * rate * 1e12 * UTILISATION)
         largest = 0
-        while largest < batch // ranks and fits(cost, load(largest + 1), stage, ranks, gpu_bytes):
+        while largest < batch // ranks and fits(
+            cost, load(largest + 1, facts.longest), stage, ranks, gpu_bytes
+        ):
             largest += 1
         if not largest:
             notes.append(f"not even one sequence fits on {gpu}: raise the ZeRO stage, or shard the target")
@@ -232,13 +239,13 @@ def make_plan(
     config = draft.config
     return Plan(
         cost=cost,
-        load=load(micro),
+        load=average,
+        peak=peak,
         ranks=ranks,
         stage=stage,
-        memory=cost.memory(load(micro), stage, ranks),
+        memory=cost.memory(peak, stage, ranks),
         by_stage={
-            other: sum(replace(cost, offload=False).memory(load(micro), other, ranks).values())
-            for other in range(4)
+            other: sum(replace(cost, offload=False).memory(peak, other, ranks).values()) for other in range(4)
         },
         flops=flops,
         steps=steps,

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from dspark_train.errors import UserError
 from dspark_train.training.zero_state import (
+    BUCKET,
     load_master_state,
     load_optimizer_state,
     master_state,
@@ -74,8 +75,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         overlap_comm: bool = True,
-        reduce_bucket_size: int = 200_000_000,
-        allgather_bucket_size: int = 200_000_000,
+        reduce_bucket_size: int = BUCKET,
+        allgather_bucket_size: int = BUCKET,
         process_group_backend: str | None = None,
     ) -> None:
         """Choose what is sharded.

@@ -14,6 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+BUCKET = 200_000_000
+"""Elements that ZeRO reduces, or gathers, at once."""
+
+
+def bucket_bytes(parameters: int, stage: int, ranks: int) -> int:
+    """Bytes per GPU of what gradients travel in.
+
+    DDP keeps a copy of all gradients in its buckets; ZeRO fills one fp32 bucket while another travels, and gathers
+    parameters in the compute dtype.
+
+    Args:
+        parameters: that are trained.
+        stage: 0 for DDP, else ZeRO's.
+        ranks: that reduce.
+    """
+    if stage == 0:
+        return 4 * parameters if ranks > 1 else 0
+    return (2 if stage < 3 else 1) * 4 * BUCKET + 2 * min(parameters, BUCKET)
+
 
 def state_bytes(parameters: int, stage: int, ranks: int, *, mixed: bool) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimiser state per GPU, with two moments of AdamW.
