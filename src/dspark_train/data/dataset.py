@@ -82,6 +82,8 @@ class Manifest:
     """What had to be worked around, by name."""
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)
+    clock: str = ""
+    """Time that the chat template showed, where it shows one."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
