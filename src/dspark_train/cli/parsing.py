@@ -20,8 +20,6 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # 
 for _listed in (Numbers, Integers, Names, Stages):
     register_type(_listed, list, _listed.parse)
 
-jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help of dataclasses' fields
-
 STRICT: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
 """Arguments of every parser: errors come as exceptions, and a flag is only what its whole name says."""
 
@@ -53,6 +51,35 @@ def explain(error: argparse.ArgumentError, parser: jsonargparse.ArgumentParser) 
         names = re.sub(r"\b(fit|validate)\.", "", missing.group(1))
         return UserError(f"missing: {names}; give it in a --config file or as a flag")
     return UserError(re.sub(r"Not of type \w+: ", "", text.replace('Parser key "', 'key "')))
+
+
+def configs_first(words: Sequence[str]) -> list[str]:
+    """A command line with its ``--config`` files first, so that every flag wins over them."""
+    files: list[str] = []
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        if word == "--config":
+            files += [word, *(value for value in [next(left, None)] if value is not None)]
+        else:
+            (files if word.startswith("--config=") else rest).append(word)
+    return files + rest
+
+
+def by_name(parser: jsonargparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """A command line in which arguments that go by their place may also be given as ``--name value``."""
+    places = [action.dest for action in parser._actions if not action.option_strings]
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in places:
+            given[name] = value if equals else next(left, "")
+        else:
+            rest.append(word)
+    named = [given[name] for name in places if name in given]
+    return [*named, *rest] if list(given) == places[: len(given)] else [*rest, *named]
 
 
 def options_of(function: Callable[..., None]) -> type:
@@ -88,7 +115,7 @@ def run_command(function: Callable[..., None], arguments: Sequence[str], name: s
     """
     parser = command_parser(function, name)
     try:
-        parsed = parser.parse_args(list(arguments))
+        parsed = parser.parse_args(by_name(parser, configs_first(arguments)))
     except argparse.ArgumentError as error:
         raise explain(error, parser) from error
     function(_made(function, parser, parsed))
