@@ -7,9 +7,14 @@ results come one by one, a line each.
 from __future__ import annotations
 
 import fcntl
+import gzip
 import hashlib
+import io
 import json
 import os
+import shutil
+import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,9 +116,98 @@ def read_lines(path: Path, offset: int = 0, number: int = 1) -> Iterator[Line]:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; correct the path, or make it first")
-    with path.open("rb") as file:
+    with open_text(path) as file:
         file.seek(offset)
         yield from _lines(file, path.name, offset, number)
+
+
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+def _packing(path: Path) -> str | None:
+    """How a file is packed, by its first bytes: gzip, zstd, or None.
+
+    Raises:
+        UserError: its text is UTF-16 or UTF-32.
+    """
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head.startswith(_GZIP):
+        return "gzip"
+    if head == _ZSTD:
+        return "zstd"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head:
+        raise UserError(
+            f"{path}: text in UTF-16 or UTF-32; save it as UTF-8, or convert it with `iconv -t UTF-8`"
+        )
+    return None
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[bytes]]:
+    """Open UTF-8 text for reading as bytes, unpacked where it is gzip or zstd.
+
+    Raises:
+        UserError: the text is UTF-16 or UTF-32, or what is packed is damaged.
+    """
+    packing = _packing(path)
+    try:
+        if packing is None:
+            with path.open("rb") as file:
+                yield file
+        elif packing == "gzip":
+            with gzip.open(path, "rb") as unpacked:
+                yield unpacked  # type: ignore[misc]
+        else:
+            import pyarrow
+
+            stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+            with io.BufferedReader(stream, 2**20) as unpacked_zstd:
+                yield _Forward(unpacked_zstd)  # type: ignore[misc]
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: damaged {packing} file ({error}); fetch it again") from error
+    except OSError as error:
+        if packing is None or error.errno is not None:
+            raise
+        raise UserError(f"{path}: damaged {packing} file ({error}); fetch it again") from error
+
+
+class _Forward:
+    """A stream that can only be read, with the ``seek`` of one that can."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._file)
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
+
+    def seek(self, offset: int) -> None:
+        """Skip bytes; called before anything was read."""
+        while offset > 0:
+            offset -= len(self._file.read(min(offset, 2**20))) or offset
+
+
+@contextmanager
+def unpacked(path: Path, folder: Path) -> Iterator[Path]:
+    """A file whose offsets can be reached at once: itself, or for gzip and zstd a copy in ``folder`` meanwhile."""
+    if _packing(path) is None:
+        yield path
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder) as scratch:
+        copy = Path(scratch) / path.stem
+        with open_text(path) as source, copy.open("wb") as out:
+            shutil.copyfileobj(source, out, 2**20)
+        yield copy
+
+
+def text_suffix(path: Path) -> str:
+    """Suffix of a file without that of its packing: ``.jsonl`` of ``rows.jsonl.gz``."""
+    packed = path.suffix in (".gz", ".gzip", ".zst", ".zstd")
+    return Path(path.stem).suffix if packed else path.suffix
 
 
 def _lines(file: IO[bytes], name: str, offset: int, number: int) -> Iterator[Line]:
@@ -126,7 +220,7 @@ def _lines(file: IO[bytes], name: str, offset: int, number: int) -> Iterator[Lin
 
 def count_lines(path: Path) -> int:
     """Lines of a file; only a newline ends one."""
-    with path.open("rb") as file:
+    with open_text(path) as file:
         return sum(1 for _ in file)
 
 

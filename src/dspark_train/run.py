@@ -44,6 +44,16 @@ class Stages(Listed[Stage]):
 
 
 @dataclass
+class Keep:
+    """Which states of a run are kept."""
+
+    best: str | None = "val/tau"
+    """Metric of the validation whose best weights become the run's draft; null hands over the last ones."""
+    last: int = 2
+    """Newest checkpoints to resume from; with two, a damaged one costs ``run.save_every`` steps."""
+
+
+@dataclass
 class RunConfig:
     """Where a run lands and what follows training."""
 
@@ -56,6 +66,8 @@ class RunConfig:
     machine's pace allows, never more than the recipe has, and the schedule follows."""
     save_every: int = 0
     """Optimiser steps between checkpoints; 0 saves at the end only."""
+    keep: Keep = field(default_factory=Keep)
+    """Which states are kept: the best weights for the draft, the last checkpoints to resume from."""
     after: Stages = Stages(("calibrate", "decode", "report"))
     """Stages that run by themselves once training has ended and the draft is exported, with commas between."""
     trial: bool = False

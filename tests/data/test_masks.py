@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_masks import TOOLS, assistant, spans, texts, user
 
 from dspark_train.data.conversations import BadConversation, Conversation, DroppedConversation, Turn
-from dspark_train.data.tokenize import ConversationEncoder, Example
+from dspark_train.data.tokenize import ConversationEncoder
 
 
 @dataclass(frozen=True)
@@ -139,28 +140,6 @@ def encoder(build_tokenizer: Callable[..., Any]) -> Callable[..., tuple[Conversa
     return build
 
 
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def spans(example: Example, tokenizer: Any) -> list[str]:
-    """The supervised runs of an example, each decoded token by token and joined."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask.astype(np.int8), [0]])))
-    backend = tokenizer.backend_tokenizer
-    return [
-        backend.decode(example.input_ids[start:stop].tolist(), skip_special_tokens=False)
-        for start, stop in zip(edges[::2], edges[1::2], strict=True)
-    ]
-
-
-def texts(examples: list[Example], tokenizer: Any) -> list[str]:
-    return [text for example in examples for text in spans(example, tokenizer)]
-
-
 def chat(turns: int, system: bool = False) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": "You are brief."}] if system else []
     for index in range(turns):
@@ -246,16 +225,6 @@ def test_dropped_thinking_is_trained_in_an_example_of_its_own(encoder: Any) -> N
         ["yes<|im_end|>", thinking + "<|im_end|>"],
     ]
     assert "hmm" not in tokenizer.decode(examples[1].input_ids[: len(examples[1].input_ids) // 2])
-
-
-TOOLS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{% if m.role == 'tool' %}"
-    "<tool_response>{{ m.content }}</tool_response>{% else %}{{ m.content or '' }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}{{ '\n' if m.content else '' }}<tool_call>\n"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.mark.parametrize("content", [None, "", "let me see"])

@@ -42,10 +42,15 @@ class CrashAt(Callback):
             raise Crash
 
 
-class TerminateAt(CrashAt):
+class SignalAt(CrashAt):
+    def __init__(self, step: int, number: int) -> None:
+        super().__init__(step)
+        self.number = number
+
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if trainer.global_step == self.step and signal.getsignal(self.number) is not signal.SIG_DFL:
+            os.kill(os.getpid(), self.number)
+            self.step = -1
 
 
 class Order(Callback):
@@ -76,7 +81,7 @@ def start(folder: Path, every: int, *extra: Callback, micro: int = 4, **options:
         trainer.val_check_interval = 3 * data.accumulation(1)
     resume = latest_checkpoint(folder / "trainer")
     module = tiny.fit(
-        tiny.tiny_module(), data, trainer, ckpt_path=resume, weights_only=False if resume else None
+        tiny.tiny_module(), data, trainer, ckpt_path=resume, weights_only=True if resume else None
     )
     return module, order
 
@@ -141,13 +146,19 @@ def test_a_finished_run_is_not_trained_further(whole: Any, tmp_path: Path) -> No
     assert module.trainer.global_step == STEPS
 
 
-def test_sigterm_saves_and_exits(whole: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_says_so_and_exits(
+    number: int, status: int, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, weights, _ = whole
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with pytest.raises(Preempted) as raised:
-        start(tmp_path, 0, TerminateAt(6))
-    assert raised.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) == before
+        start(tmp_path, 0, SignalAt(6, number))
+    assert raised.value.code == status
+    assert signal.getsignal(number) == before
+    said = capsys.readouterr().out
+    assert "stopped after step 7 and saved it as" in said
+    assert "the same command goes on from there" in said
     assert [path.name for path in list_checkpoints(tmp_path / "trainer")] == ["step=00000007.ckpt"]
     module, order = start(tmp_path, 0)
     assert min(order.seen) == 7
@@ -195,6 +206,22 @@ def test_a_kill_while_writing_leaves_the_former_file(tmp_path: Path, monkeypatch
         AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
     assert path.read_bytes() == former
     assert list_checkpoints(tmp_path) == [path]
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def test_a_strangers_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "trainer" / "step=00000001.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "callbacks": Payload()}, path)
+    with pytest.raises(UserError, match="could run code and is not opened"):
+        AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
+    with pytest.raises(UserError, match="could run code and is not opened"):
+        start(tmp_path, 1)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:

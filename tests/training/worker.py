@@ -129,7 +129,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
         resume = latest_checkpoint(run_folder / "trainer")
     if "decode" in job:
         trainer.callbacks.append(DecodeValidation(**job["decode"]))
-    tiny.fit(module, data, trainer, ckpt_path=resume, weights_only=False if resume else None)
+    tiny.fit(module, data, trainer, ckpt_path=resume, weights_only=True if resume else None)
     state = master_state(module.draft)
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     with whole_parameters(module.draft):

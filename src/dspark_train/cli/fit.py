@@ -28,7 +28,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from dspark_train import machine
 from dspark_train.cli.calibrate import calibrate
 from dspark_train.cli.decode import decode
-from dspark_train.cli.parsing import STRICT, explain, stage_options
+from dspark_train.cli.parsing import STRICT, configs_first, explain, stage_options
 from dspark_train.cli.report import report
 from dspark_train.cli.tracking import record_recipe, record_results, same_record
 from dspark_train.data.dataset import PreparedSet
@@ -43,7 +43,7 @@ from dspark_train.run import Run, RunConfig, Stage, environment, open_run
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import PASS_ROWS, choose_form, read_target_config
 from dspark_train.training.budget import TimeBudget
-from dspark_train.training.checkpointing import TrainingCheckpoint, latest_checkpoint
+from dspark_train.training.checkpointing import BestWeights, TrainingCheckpoint, latest_checkpoint
 from dspark_train.training.csv_logger import RunCSVLogger
 from dspark_train.training.module import DSparkModule
 from dspark_train.training.monitor import StepMonitor
@@ -101,6 +101,9 @@ class DSparkCLI(LightningCLI):
         config.run.folder = config.trainer.default_root_dir = expand(config.run.folder)
         first = _get_rank() in (None, 0)
         folder = Path(config.run.folder)
+        check_trainer(config.trainer)
+        if self.subcommand == "validate" and config.ckpt_path is None and config.model.init_from is None:
+            choose_weights(config)
         if self.subcommand == "fit":
             check_options(config.run.options)
             if config.run.minutes is not None:
@@ -122,7 +125,7 @@ class DSparkCLI(LightningCLI):
             self.store_draft = same_record(config, folder)
             if latest is not None:
                 say(f"continuing the run in {config.run.folder} from {latest.name}")
-                config.ckpt_path, config.weights_only = str(latest), False
+                config.ckpt_path, config.weights_only = str(latest), True
 
     def parser_of(self, subcommand: str) -> LightningArgumentParser:
         """Parser of one subcommand."""
@@ -135,21 +138,28 @@ class DSparkCLI(LightningCLI):
         except MisconfigurationException as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"the settings under `trainer` do not work together: {reason}") from error
+        run, fitting = self.config[self.subcommand].run, self.subcommand == "fit"
+        wanted = self.config_init[self.subcommand].trainer.callbacks or []
+        wanted = wanted if isinstance(wanted, list) else [wanted]
         others = [
             callback
             for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if not isinstance(callback, ProgressBar | Checkpoint)
+            if callback in wanted or not isinstance(callback, ProgressBar | Checkpoint)  # not Lightning's own
         ]
-        every = self.config[self.subcommand].run.save_every
-        saving = [TrainingCheckpoint(every_n_steps=every)] if self.subcommand == "fit" else []
-        run = self.config[self.subcommand].run
-        fits = [StepMonitor(), RecordChoices(), SplitsForStages(run)] if self.subcommand == "fit" else []
-        own = [TrainingProgress(), *fits]
-        if self.subcommand == "fit" and run.minutes is not None:
-            own.append(TimeBudget(training_seconds(run), STARTED))
+        own: list[Callback] = []
+        if not any(isinstance(callback, ProgressBar) for callback in others):
+            own.append(TrainingProgress())
+        saving: list[Callback] = []
+        if fitting:
+            own += [StepMonitor(), RecordChoices(), SplitsForStages(run)]
+            saving.append(TrainingCheckpoint(every_n_steps=run.save_every, keep=run.keep.last))
+            if run.keep.best is not None:
+                saving.insert(0, BestWeights(run.keep.best))
+            if run.minutes is not None:
+                own.append(TimeBudget(training_seconds(run), STARTED))
         trainer.callbacks = [*own, *others, *saving]  # type: ignore[attr-defined]
-        folder = Path(trainer.default_root_dir)
-        trainer.loggers = [RunCSVLogger(folder), *trainer.loggers]
+        if fitting:
+            trainer.loggers = [RunCSVLogger(Path(trainer.default_root_dir)), *trainer.loggers]
         return trainer
 
     def before_validate(self) -> None:
@@ -182,6 +192,38 @@ def expand(folder: Path | str) -> str:
     if "$" in found:
         raise UserError(f"run.folder {folder} names an environment variable that is not set")
     return found
+
+
+def check_trainer(trainer: Namespace) -> None:
+    """Refuse what would be overwritten, or could not work.
+
+    Raises:
+        UserError: names the setting.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise UserError(
+            f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}: it follows from "
+            "data.global_batch_size / (data.micro_batch_size × ranks); set these, and leave it out"
+        )
+    endless = trainer.max_epochs == -1 or (trainer.max_epochs is None and trainer.max_time is not None)
+    if trainer.max_steps in (-1, None) and endless:
+        raise UserError(
+            "training has no last step, which the schedule of the learning rate needs: set trainer.max_steps or "
+            "trainer.max_epochs (with run.minutes, training ends in time and the schedule follows)"
+        )
+
+
+def choose_weights(config: Namespace) -> None:
+    """Let ``validate`` take the draft of the run in ``run.folder``, or its last checkpoint, and say which."""
+    folder = Path(config.run.folder)
+    if (folder / "draft" / "config.json").is_file():
+        config.model.init_from = str(folder / "draft")
+        say(f"validating the draft of {folder}")
+    elif (latest := latest_checkpoint(folder / "trainer")) is not None:
+        config.ckpt_path, config.weights_only = str(latest), True
+        say(f"validating {latest}")
+    else:
+        say(f"validating a fresh, untrained draft: {folder} holds no run; give --init_from or --ckpt_path")
 
 
 CHOICES = "DSPARK_TRAIN_CHOICES"
@@ -354,6 +396,8 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     draft = module.draft
     with whole_parameters(draft):
         if trainer.is_global_zero:
+            keeping = next((one for one in trainer.callbacks if isinstance(one, BestWeights)), None)  # type: ignore[attr-defined]
+            best = keeping.restore(trainer, draft) if keeping is not None else {}
             draft.save(folder / "draft", dtype=module.target.dtype)
     trainer.strategy.barrier("draft saved")
     first = trainer.is_global_zero
@@ -368,7 +412,12 @@ def finish(trainer: Trainer, module: DSparkModule, config: Namespace) -> None:
     facts = data_facts(trainer)
     release(trainer, module)
     wall = {"fit": round(time.monotonic() - STARTED, 1)}
-    Run(folder).update(wall_seconds=wall, data=facts, chosen=machine.decided(), steps=steps)
+    Run(folder).update(wall_seconds=wall, data=facts, chosen=machine.decided(), steps=steps, best=best)
+    if best and best["step"] != best["last_step"]:
+        say(
+            f"the draft is that of step {best['step']:,}, whose {best['metric']} of {best['value']:.3f} was not "
+            f"reached again by step {best['last_step']:,}"
+        )
     stages = list(config.run.after)
     if not has_confidence and "calibrate" in stages:
         stages.remove("calibrate")
@@ -457,6 +506,7 @@ def run_cli(cli: type[DSparkCLI], arguments: ArgsType) -> DSparkCLI:
     """
     quiet_libraries()
     if isinstance(arguments, list):
+        arguments = [*arguments[:1], *configs_first(arguments[1:])]
         arguments = [re.sub(r"^--init_from(?==|$)", "--model.init_from", word) for word in arguments]
     return cli(
         DSparkModule,
@@ -485,4 +535,9 @@ def main(arguments: ArgsType) -> None:
     Args:
         arguments: command line, subcommand first.
     """
-    run_cli(DSparkCLI, arguments)
+    try:
+        run_cli(DSparkCLI, arguments)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):  # which Lightning makes an exit of status 1
+            raise KeyboardInterrupt from None
+        raise

@@ -21,8 +21,6 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # 
 for _listed in (Numbers, Integers, Names, Stages):
     register_type(_listed, list, _listed.parse)
 
-jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help of dataclasses' fields
-
 STRICT: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
 """Arguments of every parser: errors come as exceptions, and a flag is only what its whole name says."""
 
@@ -54,6 +52,19 @@ def explain(error: argparse.ArgumentError, parser: jsonargparse.ArgumentParser) 
         names = re.sub(r"\b(fit|validate)\.", "", missing.group(1))
         return UserError(f"missing: {names}; give it in a --config file or as a flag")
     return UserError(re.sub(r"Not of type \w+: ", "", text.replace('Parser key "', 'key "')))
+
+
+def configs_first(words: Sequence[str]) -> list[str]:
+    """A command line with its ``--config`` files first, so that every flag wins over them."""
+    files: list[str] = []
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        if word == "--config":
+            files += [word, *(value for value in [next(left, None)] if value is not None)]
+        else:
+            (files if word.startswith("--config=") else rest).append(word)
+    return files + rest
 
 
 def options_of(function: Callable[..., None]) -> type:
@@ -89,7 +100,7 @@ def run_command(function: Callable[..., None], arguments: Sequence[str], name: s
     """
     parser = command_parser(function, name)
     try:
-        parsed = parser.parse_args(_in_place(arguments, options_of(function)))
+        parsed = parser.parse_args(_in_place(configs_first(arguments), options_of(function)))
     except argparse.ArgumentError as error:
         raise explain(error, parser) from error
     function(_made(function, parser, parsed))

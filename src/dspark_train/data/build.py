@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,16 @@ from dspark_train.data.conversations import (
 from dspark_train.data.dataset import MANIFEST, Manifest, PreparedSet, ShardWriter, add_counts
 from dspark_train.data.tokenize import TOKENIZE_VERSION, ConversationEncoder, tokenizer_fingerprint
 from dspark_train.errors import UserError
-from dspark_train.files import Line, Shard, Shards, locked, read_json, read_lines
+from dspark_train.files import (
+    Line,
+    Shard,
+    Shards,
+    file_digest,
+    locked,
+    read_json,
+    read_lines,
+    unpacked,
+)
 
 Progress = Callable[[int, int], None]
 """Called with (conversations done since the last call, conversations in all)."""
@@ -97,8 +107,23 @@ def build_set(
     """
     if not source.is_file():
         raise UserError(f"no such conversations file: {source}. Make it with `prepare`, or correct the path")
-    encoder = ConversationEncoder(tokenizer, max_length=options.max_length, arguments=options.template)
-    digest, parts = _cut(source)
+    with unpacked(source, folder) as plain:
+        return _build(source, plain, folder, tokenizer, options, workers, progress, recipe)
+
+
+def _build(
+    source: Path,
+    plain: Path,
+    folder: Path,
+    tokenizer: Any,
+    options: BuildOptions,
+    workers: int,
+    progress: Progress | None,
+    recipe: Mapping[str, Any] | None,
+) -> PreparedSet:
+    """:func:`build_set` of a source whose lines are in ``plain``."""
+    digest, parts = _cut(plain)
+    digest = digest if plain == source else file_digest(source)
     manifest = new_manifest(source, digest, tokenizer, options, recipe)
     manifest.answers = read_json(source.with_suffix(".json")).get(SAMPLING, {})
     if (folder / MANIFEST).exists():
@@ -110,6 +135,7 @@ def build_set(
         claim="unfinished",
         foreign="an unfinished set of another recipe, source or target",
     )
+    clock = _clock(shards, tokenizer)
     total = sum(part.count for part in parts)
     tell = (lambda done: progress(done, total)) if progress else (lambda done: None)
     todo = []
@@ -119,18 +145,40 @@ def build_set(
         else:
             todo.append(index)
     if workers > 1 and len(todo) > 1:
-        _make_parallel(shards, parts, todo, tokenizer, options, workers, tell)
+        _make_parallel(shards, parts, todo, tokenizer, options, workers, clock, tell)
     else:
+        encoder = _encoder(tokenizer, options, clock)
         for shard in shards.missing():
             _make(shard, parts[shard.index], encoder, options, tell)
     with locked(shards.lock):
         if (folder / MANIFEST).exists():
             return _same_set(folder, manifest)
         add_counts(manifest, shards)
+        manifest.clock = clock
         _join_bad(folder, len(parts))
         _check(source, folder, manifest, options)
         shards.finish(folder / MANIFEST, asdict(manifest))
     return PreparedSet(folder)
+
+
+def _clock(shards: Shards, tokenizer: Any) -> str:
+    """The time that a template with a clock shows in all of a set; empty where the template has none."""
+    if "strftime_now" not in json.dumps(tokenizer.chat_template):
+        return ""
+    path = shards.folder / "clock"
+    with locked(shards.lock):
+        if not path.is_file():
+            path.write_text(datetime.now().isoformat(timespec="seconds"), encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+
+
+def _encoder(tokenizer: Any, options: BuildOptions, clock: str) -> ConversationEncoder:
+    return ConversationEncoder(
+        tokenizer,
+        max_length=options.max_length,
+        arguments=options.template,
+        clock=datetime.fromisoformat(clock) if clock else None,
+    )
 
 
 def _same_set(folder: Path, manifest: Manifest) -> PreparedSet:
@@ -192,13 +240,10 @@ def _cut(source: Path) -> tuple[str, list[_Part]]:
 _worker: tuple[ConversationEncoder, BuildOptions] | None = None
 
 
-def _start_worker(tokenizer: Any, options: BuildOptions) -> None:
+def _start_worker(tokenizer: Any, options: BuildOptions, clock: str) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (
-        ConversationEncoder(tokenizer, max_length=options.max_length, arguments=options.template),
-        options,
-    )
+    _worker = (_encoder(tokenizer, options, clock), options)
 
 
 def _work(shards: Shards, index: int, part: _Part) -> int:
@@ -215,10 +260,13 @@ def _make_parallel(
     tokenizer: Any,
     options: BuildOptions,
     workers: int,
+    clock: str,
     tell: Callable[[int], None],
 ) -> None:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (tokenizer, options)) as pool:
+    with ProcessPoolExecutor(
+        min(workers, len(todo)), context, _start_worker, (tokenizer, options, clock)
+    ) as pool:
         pending: set[Future[int]] = {pool.submit(_work, shards, index, parts[index]) for index in todo}
         try:
             while pending:

@@ -202,8 +202,23 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
                     ) from error
         elif not isinstance(content, list):
             raise BadConversation("content is not text", f"message {index}: {type(content).__name__}")
+        if plain.get("tool_calls"):
+            plain["tool_calls"] = [_with_objects(call, index) for call in plain["tool_calls"]]
         checked.append(plain)
     return checked
+
+
+def _with_objects(call: Any, index: int) -> Any:
+    """A tool call with its arguments as an object, which engines make of JSON text before they render it."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"].strip() or "{}")
+    except ValueError as error:
+        raise BadConversation("tool-call arguments are not JSON", f"message {index}: {error}") from error
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
 
 
 def check_ids(values: Any, name: str) -> list[int]:

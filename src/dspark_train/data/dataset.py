@@ -93,6 +93,8 @@ class Manifest:
     version made. The most common of each shard."""
     answers: dict[str, Any] = field(default_factory=dict)
     """How the answers were drawn (``temperature``, ``top_p``, …), where the stage before says so."""
+    clock: str = ""
+    """Time that the chat template showed, where it shows one."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

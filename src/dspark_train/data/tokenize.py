@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from dspark_train.errors import UserError
 TokenSpans = tuple[Sequence[int] | NDArray[np.int32], list[tuple[int, int]]]
 """Token ids of a sequence, and its supervised ranges."""
 
-TOKENIZE_VERSION = 1
+TOKENIZE_VERSION = 2
 """Raised when the same conversation would give other tokens or another mask than before."""
 
 
@@ -64,13 +65,19 @@ class ConversationEncoder:
         tokenizer: a fast Hugging Face tokenizer; it is not modified.
         max_length: the most tokens of an example.
         arguments: extra chat-template arguments for every conversation.
+        clock: time that the template shows, where it shows one; now by default.
 
     Raises:
         UserError: no chat template (found when the first conversation needs one), or no fast tokenizer.
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_length: int, arguments: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        arguments: Mapping[str, Any] | None = None,
+        clock: datetime | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
@@ -80,7 +87,7 @@ class ConversationEncoder:
         if max_length < 2:
             raise UserError(f"max_length is {max_length}; it must be at least 2 tokens")
         self.max_length = max_length
-        self.tokenizer, self._arguments = tokenizer, arguments
+        self.tokenizer, self._arguments, self._clock = tokenizer, arguments, clock
         self._renderer: Renderer | None = None
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
@@ -93,7 +100,7 @@ class ConversationEncoder:
     def renderer(self) -> Renderer:
         """The chat template; raises UserError where there is none."""
         if self._renderer is None:
-            self._renderer = Renderer(self.tokenizer, self._arguments)
+            self._renderer = Renderer(self.tokenizer, self._arguments, self._clock)
         return self._renderer
 
     @property

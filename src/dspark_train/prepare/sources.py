@@ -33,7 +33,7 @@ from dspark_train.data.conversations import (
     split_named,
 )
 from dspark_train.errors import UserError
-from dspark_train.files import count_lines, read_lines
+from dspark_train.files import count_lines, open_text, read_lines, text_suffix
 
 Format = Literal["auto", "messages", "conversations", "pairs", "prompts", "text", "tokens"]
 
@@ -181,7 +181,7 @@ def _is_saved(folder: Path) -> bool:
 
 def _count_file(path: Path) -> int | None:
     """Lines of a JSONL file, rows of a Parquet file."""
-    if path.suffix == ".jsonl":
+    if text_suffix(path) == ".jsonl":
         return count_lines(path)
     if path.suffix == ".parquet":
         import pyarrow.parquet
@@ -211,22 +211,25 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
         number = 0
         try:
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
+            table = pyarrow.parquet.ParquetFile(path)
+            fields = pyarrow.struct(list(table.schema_arrow))
+            for batch in table.iter_batches(256):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path.name}:{number}", row
+                    yield f"{path.name}:{number}", own_keys(row, fields)
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise UserError(f"source {path} is no sound Parquet file ({error}): fetch it again") from error
-    elif path.suffix == ".jsonl":
+    elif text_suffix(path) == ".jsonl":
         for line in read_lines(path):
             try:
                 row = row_of(line)
             except BadConversation as error:
                 row = error
             yield line.where, row
-    elif path.suffix == ".json":
+    elif text_suffix(path) == ".json":
         try:
-            rows = json.loads(path.read_text(encoding="utf-8-sig"))
+            with open_text(path) as file:
+                rows = json.loads(file.read().decode("utf-8-sig"))
         except ValueError as error:
             raise UserError(
                 f"source {path} is not JSON ({error}); lines of JSON belong in a .jsonl file"
@@ -236,7 +239,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path.name}:{number}", row) for number, row in enumerate(rows, 1))
     else:
         raise UserError(
-            f"source {path}: unknown kind of file {path.suffix!r}; known: .jsonl, .json, .parquet"
+            f"source {path}: unknown kind of file {path.suffix!r}; known: .jsonl, .json (also .gz and .zst), .parquet"
         )
 
 
@@ -249,17 +252,20 @@ def _folder_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
             if source.split not in loaded:
                 raise UserError(f"source {path}: no split {source.split!r}; it has {', '.join(loaded)}")
             loaded = loaded[source.split]
-        yield from ((f"{path.name}:{number}", row) for number, row in enumerate(loaded, 1))
+        fields = _fields(loaded)
+        yield from ((f"{path.name}:{number}", own_keys(row, fields)) for number, row in enumerate(loaded, 1))
         return
     files = _row_files(path)
     if not files:
-        raise UserError(f"source {path}: no .jsonl or .parquet file in this folder")
+        raise UserError(
+            f"source {path}: no .jsonl or .parquet file in this folder (a .jsonl may be packed: .gz, .zst)"
+        )
     for file in files:
         yield from _file_rows(file)
 
 
 def _row_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix in (".jsonl", ".parquet"))
+    return sorted(file for file in folder.rglob("*") if text_suffix(file) in (".jsonl", ".parquet"))
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
@@ -269,9 +275,46 @@ def _hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
         loaded: Iterable[Any] = datasets.load_dataset(
             source.path, source.subset, split=source.split, revision=source.revision, streaming=True
         )
-        yield from ((f"{source.path}:{number}", row) for number, row in enumerate(loaded, 1))
+        fields = _fields(loaded)
+        yield from (
+            (f"{source.path}:{number}", own_keys(row, fields)) for number, row in enumerate(loaded, 1)
+        )
     except (OSError, ValueError, ConnectionError) as error:
         raise UserError(f"source {source.path}: cannot be read from the hub ({error})") from error
+
+
+def _fields(loaded: Any) -> Any:
+    """Arrow type of a data set's rows; None where it is not known before they are read."""
+    import pyarrow
+
+    features = getattr(loaded, "features", None)
+    return None if features is None else pyarrow.struct(list(features.arrow_schema))
+
+
+def own_keys(value: Any, kind: Any) -> Any:
+    """A value of a table without the keys that only other rows have.
+
+    Arrow gives every object of a column the keys of all of them, null where an object has none. A key that is null
+    in all rows was written as null by someone: it stays in objects that hold something.
+
+    Args:
+        value: as Arrow gives it.
+        kind: its Arrow type; None leaves the value as it is.
+    """
+    import pyarrow.types as types
+
+    if kind is None or value is None:
+        return value
+    if types.is_struct(kind) and isinstance(value, Mapping):
+        holds = any(inner is not None for inner in value.values())
+        return {
+            part.name: own_keys(value.get(part.name), part.type)
+            for part in kind
+            if value.get(part.name) is not None or (holds and types.is_null(part.type))
+        }
+    if (types.is_list(kind) or types.is_large_list(kind)) and isinstance(value, list):
+        return [own_keys(item, kind.value_type) for item in value]
+    return value
 
 
 def conversation_of(row: Any, source: Source, where: str) -> Conversation:

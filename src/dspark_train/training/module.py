@@ -182,6 +182,11 @@ class DSparkModule(LightningModule):
     def _draft_vocabulary(self) -> Tensor | None:
         if self.recipe.vocab_size is None and self.recipe.vocab_coverage is None:
             return None
+        if self.recipe.vocab_size is not None and self.recipe.vocab_size > self.target.vocab_size:
+            raise UserError(
+                f"draft.vocab_size is {self.recipe.vocab_size}, and the target's vocabulary has "
+                f"{self.target.vocab_size} tokens: give fewer, or leave it out to keep all"
+            )
         store = self._training_store("draft.vocab_size and draft.vocab_coverage")
         counts = answer_token_counts(store, self.target.vocab_size)
         return choose_vocabulary(counts, self.recipe.vocab_size, self.recipe.vocab_coverage)
@@ -198,7 +203,10 @@ class DSparkModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW or Muon, with a schedule per step."""
-        total = int(self.trainer.estimated_stepping_batches)
+        batches = self.trainer.estimated_stepping_batches
+        if batches == float("inf"):
+            raise UserError("the schedule needs a last step: set trainer.max_steps or trainer.max_epochs")
+        total = int(batches)
         self.schedule = Schedule(total, self.optimizer_config.warmup)
         first = iterations_of(self.optimizer_config, self.draft) if self.trainer.is_global_zero else None
         choice = self.trainer.strategy.broadcast(first)  # alike on all ranks, or they would drift apart
