@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint check setup clean
+.PHONY: quickstart test families lint check setup clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m dspark_train fit --config configs/quickstart.yaml
@@ -14,6 +14,11 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# Every model family of the installed transformers: half a minute to two; and the table of them.
+families: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m families tests/target/test_families.py
+	$(BIN)/python benchmarks/families.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -29,6 +29,7 @@ from dspark_train.decoding.measure import (
 )
 from dspark_train.decoding.policies import OnlineThreshold
 from dspark_train.decoding.sampling import SamplingRule
+from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.decoding.timing import Timings
 from dspark_train.errors import UserError
 from dspark_train.studies.profile import CostProfiler, RoundCost, measure_costs, time_rounds
@@ -222,3 +223,21 @@ def test_a_snapshot_drafts_like_its_source_and_follows_it() -> None:
     assert snapshot(draft, target, copy) is copy
     assert torch.equal(copy.fc.weight, draft.fc.weight)
     assert not any(parameter.requires_grad for parameter in copy.parameters())
+
+
+def test_plain_decoding_is_held_against_the_target_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that plain and speculative decoding share: both lose the prompt."""
+    target = tiny_target()
+    draft = tiny_draft(target)
+    prompts = [Prompt("0", "chat", tuple(range(5, 25)))]
+    compare(target, draft, prompts, SamplingRule(), Settings(max_new_tokens=12))
+    call = TargetPass.__call__
+
+    def forgetful(self, ids, layout):
+        if min(layout.starts) == 0:
+            ids = torch.full_like(ids, 7)
+        return call(self, ids, layout)
+
+    monkeypatch.setattr(TargetPass, "__call__", forgetful)
+    with pytest.raises(UserError, match="without a cache puts token"):
+        compare(target, draft, prompts, SamplingRule(), Settings(max_new_tokens=12))

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from dspark_train.cli.decode import decode
 from dspark_train.cli.parsing import STRICT, explain, stage_options
 from dspark_train.cli.report import report
 from dspark_train.data.module import DSparkDataModule
+from dspark_train.decoding.pass_choice import choose_pass
 from dspark_train.draft.recipe import DraftRecipe
 from dspark_train.errors import UserError
 from dspark_train.interchange.importing import warm_start
@@ -137,8 +138,10 @@ class DSparkCLI(LightningCLI):
         ]
         every = self.config[self.subcommand].run.save_every
         saving = [TrainingCheckpoint(every_n_steps=every)] if self.subcommand == "fit" else []
-        own = [TrainingProgress(), *([StepMonitor(), RecordChoices()] if self.subcommand == "fit" else [])]
         run = self.config[self.subcommand].run
+        own: list[Callback] = [TrainingProgress()]
+        if self.subcommand == "fit":
+            own += [StepMonitor(), RecordChoices(), CheckDecoding(run.after)]
         if self.subcommand == "fit" and run.minutes is not None:
             own.append(TimeBudget(training_seconds(run), STARTED))
         trainer.callbacks = [*own, *others, *saving]  # type: ignore[attr-defined]
@@ -206,6 +209,20 @@ class RecordChoices(Callback):
         """Everything is chosen by now."""
         if trainer.is_global_zero:
             Run(Path(trainer.default_root_dir)).update(chosen=machine.decided())
+
+
+class CheckDecoding(Callback):
+    """Refuses, before the first step, a target that the stages after training could not decode."""
+
+    def __init__(self, after: Sequence[str]) -> None:
+        """``after``: names of those stages."""
+        self.decodes = bool({"calibrate", "decode"} & set(after))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The target is loaded by now; one that is shared by ranks is tried when it decodes."""
+        module: Any = pl_module
+        if self.decodes and module.target_config.sharding == "none":
+            choose_pass(module.target)
 
 
 def measured_precision(config: Namespace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dspark_train.target.config import language_model, text_config
+from dspark_train.target.config import decoder_layers, language_model, text_config
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TargetCost:
     @classmethod
     def of(cls, model: Any) -> TargetCost:
         """Count a Hugging Face causal language model; its weights may lie on the ``meta`` device."""
-        config, layers = text_config(model.config), language_model(model).layers
+        config, layers = text_config(model.config), decoder_layers(language_model(model))
         heads = config.num_attention_heads
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),

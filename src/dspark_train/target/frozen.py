@@ -16,8 +16,10 @@ from dspark_train.machine import DTYPES, Choice, LayerShape, fastest, layer_pass
 from dspark_train.structures import TargetStates
 from dspark_train.target.config import (
     TargetConfig,
+    auto_class,
     check_layer_ids,
     decoder_layers,
+    drop_towers,
     hub_options,
     language_model,
     load_tokenizer,
@@ -118,17 +120,18 @@ class FrozenTarget:
             config = TargetConfig(name_or_path=config, **options)
         chosen = torch.device(config.device if config.device != "auto" else device or default_device())
         path = resolve_path(config)
-        text = read_target_config(config)
-        form = choose_form(text, chosen, rows) if config.dtype == "auto" else None
+        whole = _read_config(config)
+        form = choose_form(text_config(whole), chosen, rows) if config.dtype == "auto" else None
         dtype = DTYPES[form.name.split(",")[0] if form else config.dtype]
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = (auto_class(whole) or AutoModelForCausalLM).from_pretrained(
                 path, dtype=dtype, attn_implementation=config.attention, **hub_options(config)
             )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise _cannot_load(config, error) from error
+        drop_towers(model)
         tokenizer = load_tokenizer(path, config)  # without one, a target still serves pre-tokenised data
         if config.sharding == "zero3":
             from dspark_train.target.sharding import shard_model
@@ -412,6 +415,11 @@ def read_target_config(config: TargetConfig) -> Any:
     Raises:
         UserError: there is none at that place, or no model of this kind can be a target.
     """
+    return text_config(_read_config(config))
+
+
+def _read_config(config: TargetConfig) -> Any:
+    """Config of the whole model, towers included."""
     from transformers import AutoConfig
 
     path = resolve_path(config)
@@ -421,7 +429,7 @@ def read_target_config(config: TargetConfig) -> Any:
         raise _cannot_load(config, error) from error
     if reason := refusal(found):
         raise UserError(f"the target {config.name_or_path} {reason}")
-    return text_config(found)
+    return found
 
 
 def _cannot_load(config: TargetConfig, error: Exception) -> UserError:
