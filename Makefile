@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 DEVICE ?= cuda
 
-.PHONY: quickstart test lint setup docs gpu-check clean
+.PHONY: quickstart test families lint setup docs gpu-check clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m dspark_train fit --config configs/quickstart.yaml
@@ -20,6 +20,11 @@ test: $(VENV)/.installed-dev
 # What only a GPU can tell, in ten minutes at most: a table, and gpu_check.json. DEVICE=cpu runs it on tiny shapes.
 gpu-check: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu_check.py --device $(DEVICE)
+
+# Every model family of the installed transformers: half a minute to two; and the table of them.
+families: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m families tests/target/test_families.py
+	$(BIN)/python benchmarks/families.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

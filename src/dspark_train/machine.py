@@ -47,8 +47,12 @@ class LayerShape:
     def of(cls, config: Any) -> LayerShape:
         """Sizes that a Hugging Face (text) config names; common proportions where it names none."""
 
+        layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+
         def number(name: str, default: int) -> int:
-            value = getattr(config, name, None)  # some models have a list, of one number per layer
+            values = [getattr(layer, name, None) or 0 for layer in layers]
+            value = max(values, key=lambda v: max(v) if isinstance(v, list | tuple) else v)
+            # some models have a list, of one number per layer
             return int((max(value) if isinstance(value, list | tuple) else value) or default)
 
         hidden = int(config.hidden_size)

@@ -33,6 +33,7 @@ from dspark_train.decoding.measure import (
 )
 from dspark_train.decoding.policies import FixedLength, OnlineThreshold
 from dspark_train.decoding.sampling import SamplingRule
+from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.decoding.timing import Timings
 from dspark_train.errors import UserError
 from dspark_train.studies.profile import CostProfiler, RoundCost, measure_costs, time_rounds
@@ -240,3 +241,21 @@ def test_the_callback_counts_the_slots_that_calibration_counts() -> None:
         survival(cut.confidence_logits.double()), cut.prefix_accepted, cut.observed
     )
     assert abs(metrics(cut)["ece"] - float(whole.nanmean())) > 0.01
+
+
+def test_plain_decoding_is_held_against_the_target_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that plain and speculative decoding share: both lose the prompt."""
+    target = tiny_target()
+    draft = tiny_draft(target)
+    prompts = [Prompt("0", "chat", tuple(range(5, 25)))]
+    compare(target, draft, prompts, SamplingRule(), Settings(max_new_tokens=12))
+    call = TargetPass.__call__
+
+    def forgetful(self, ids, layout):
+        if min(layout.starts) == 0:
+            ids = torch.full_like(ids, 7)
+        return call(self, ids, layout)
+
+    monkeypatch.setattr(TargetPass, "__call__", forgetful)
+    with pytest.raises(UserError, match="without a cache puts token"):
+        compare(target, draft, prompts, SamplingRule(), Settings(max_new_tokens=12))

@@ -15,6 +15,8 @@ from tiny_families import NOT_TINY, family_names, tiny_family
 from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.pass_choice import choose_pass, open_pass
 from dspark_train.errors import UserError
+from dspark_train.machine import LayerShape
+from dspark_train.target.config import text_config
 from dspark_train.target.frozen import FrozenTarget, distances
 
 
@@ -101,6 +103,8 @@ def test_every_kind_is_listed_once() -> None:
 def check(kind: str) -> None:
     """Whether a kind does what is expected of it, and decodes as the model itself does."""
     model = tiny_family(kind)
+    shape = LayerShape.of(text_config(model.config))
+    assert shape.parameters > 0
     if kind in REFUSED:
         with pytest.raises(UserError, match=REFUSED[kind]):
             choose_pass(FrozenTarget(model, name=kind))

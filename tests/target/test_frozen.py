@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import tiny_family
+from tiny_families import tiny_config, tiny_family
 from tiny_models import FAMILIES, tiny_model, tiny_target
 from torch import Tensor, nn
 
@@ -133,6 +133,32 @@ def test_scale_bias_and_cap_of_the_logits_are_found(
         logits = (hidden @ target.head_weight.T).float()
         logits = logits if cap is None else target.logit_softcap * torch.tanh(logits / target.logit_softcap)
         assert distances(logits, target.lm_head(hidden)).max() < tolerance(dtype)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_5"])
+def test_the_text_part_of_a_multimodal_checkpoint_is_loaded_alone(kind: str, tmp_path) -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text = tiny_config({"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "mistral3": "mistral"}[kind])
+    vision = CONFIG_MAPPING[kind]().vision_config.to_dict()
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2,
+             "head_dim": 16, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
+             "num_position_embeddings": 16}  # fmt: skip
+    vision |= {name: value for name, value in small.items() if name in vision}
+    config = CONFIG_MAPPING[kind](text_config=text.to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
+    model.save_pretrained(tmp_path)
+    target = FrozenTarget.load(TargetConfig(name_or_path=str(tmp_path), dtype="float32"))
+    ids = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    torch.testing.assert_close(target.lm_head(target.states(ids).last_hidden), expected)
+    held = sum(parameter.numel() for parameter in target.model.parameters())
+    parts = (target.decoder, target.model.get_output_embeddings())
+    used = {parameter for part in parts for parameter in part.parameters()}
+    assert held == sum(parameter.numel() for parameter in used)
 
 
 def test_a_model_that_sees_what_follows_is_refused() -> None:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from dspark_train.cli.report import report
 from dspark_train.cli.tracking import record_recipe, record_results, same_record
 from dspark_train.data.dataset import PreparedSet
 from dspark_train.data.module import DSparkDataModule
+from dspark_train.decoding.pass_choice import choose_pass
 from dspark_train.draft.recipe import DraftRecipe, attention_shape, dense_width
 from dspark_train.errors import UserError
 from dspark_train.files import nearest_folder
@@ -151,7 +152,7 @@ class DSparkCLI(LightningCLI):
             own.append(TrainingProgress())
         saving: list[Callback] = []
         if fitting:
-            own += [StepMonitor(), RecordChoices(), SplitsForStages(run)]
+            own += [StepMonitor(), RecordChoices(), SplitsForStages(run), CheckDecoding(run.after)]
             saving.append(TrainingCheckpoint(every_n_steps=run.save_every, keep=run.keep.last))
             if run.keep.best is not None:
                 saving.insert(0, BestWeights(run.keep.best))
@@ -300,6 +301,20 @@ class SplitsForStages(Callback):
                         "conversations (data.heldout_share and data.calibration_share, or `shares` of prepare), or "
                         f"leave {name} out of run.after"
                     )
+
+
+class CheckDecoding(Callback):
+    """Refuses, before the first step, a target that the stages after training could not decode."""
+
+    def __init__(self, after: Sequence[str]) -> None:
+        """``after``: names of those stages."""
+        self.decodes = bool({"calibrate", "decode"} & set(after))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The target is loaded by now; one that is shared by ranks is tried when it decodes."""
+        module: Any = pl_module
+        if self.decodes and module.target_config.sharding == "none":
+            choose_pass(module.target)
 
 
 def measured_precision(config: Namespace) -> str:

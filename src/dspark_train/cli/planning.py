@@ -21,10 +21,14 @@ from dspark_train.draft.recipe import DraftRecipe, build_config, build_eagle3_co
 from dspark_train.errors import UserError
 from dspark_train.target.config import (
     TargetConfig,
+    auto_class,
     check_layer_ids,
+    decoder_layers,
+    drop_towers,
     hub_options,
     language_model,
     load_tokenizer,
+    refusal,
     spread_layer_ids,
     text_config,
 )
@@ -117,9 +121,14 @@ def target_model(target: TargetConfig, config_file: Path | None = None) -> Any:
         raise UserError(
             f"the config of target {name!r} cannot be found: give --target_config a config.json"
         ) from error
+    if reason := refusal(config):
+        raise UserError(f"the target {name} {reason}")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
+            kind = auto_class(config) or AutoModelForCausalLM
+            model = kind.from_config(config, trust_remote_code=target.trust_remote_code)
+        drop_towers(model)
+        return model
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(
             f"the config of target {name!r} makes no causal language model: {str(error).splitlines()[0]}"
@@ -162,7 +171,10 @@ def draft_model(
         data: whose answers decide a vocabulary of some coverage.
         notes: gets a sentence where they are not at hand.
     """
-    layers, vocabulary = len(language_model(model).layers), model.get_output_embeddings().weight.shape[0]
+    layers, vocabulary = (
+        len(decoder_layers(language_model(model))),
+        model.get_output_embeddings().weight.shape[0],
+    )
     taps = spread_layer_ids(layers) if target.layer_ids is None else target.layer_ids
     if recipe.kind == "eagle3":
         chain = build_eagle3_config(

@@ -18,10 +18,11 @@ from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.decoding.statistics import Array, Sampled, bootstrap_weights, ratio
 from dspark_train.decoding.timing import PARTS
 from dspark_train.draft.kinds import Draft
+from dspark_train.errors import UserError
 from dspark_train.files import renamed
 from dspark_train.progress import stage
 from dspark_train.structures import DecodingTrace
-from dspark_train.target.frozen import FrozenTarget
+from dspark_train.target.frozen import FrozenTarget, tolerance
 
 RESAMPLES = 2000
 """Bootstrap resamples behind an interval."""
@@ -157,6 +158,7 @@ def compare(
                 shown.remaining = max(0.0, min(seconds - spent, rest))
             shown.advance(len(group))
     if rule.greedy:
+        check_plain(target, found)
         found.divergences = divergences(target, found)
     return found
 
@@ -194,6 +196,34 @@ def divergences(target: FrozenTarget, found: Comparison) -> list[Divergence]:
         rounding = 8 * torch.finfo(target.dtype).eps * float(logits.abs().max())
         differing.append(Divergence(index, place, one[place], other[place], gap, rounding))
     return differing
+
+
+CHECKED = 8
+"""Tokens of plain decoding that are held against the target without any cache."""
+
+
+@torch.inference_mode()
+def check_plain(target: FrozenTarget, found: Comparison) -> None:
+    """Hold the first tokens of plain decoding against the target's own pass over the whole text.
+
+    Plain and speculative decoding share their passes; this one is independent of both.
+
+    Raises:
+        UserError: a token is not the target's best one, by more than rounding.
+    """
+    prompt, tokens = found.prompts[0].ids, found.plain[0].tokens[0][:CHECKED]
+    ids = torch.tensor([*prompt, *tokens], device=target.device)
+    states = target.states(ids[None]).last_hidden[0, len(prompt) - 1 : -1]
+    logits = target.lm_head(states).float()
+    gaps = logits.max(-1).values - logits.gather(1, ids[len(prompt) :, None])[:, 0]
+    bound = tolerance(target.dtype) * logits.std(-1)
+    if bool((gaps > bound).any()):
+        place = int((gaps > bound).nonzero()[0])
+        raise UserError(
+            f"{target.name} without a cache puts token {int(logits[place].argmax())} at place {place} of the first "
+            f"answer, decoding puts {tokens[place]} (logit gap {float(gaps[place]):.3g}): this target is not decoded "
+            "rightly here"
+        )
 
 
 def failures(found: Comparison) -> list[Divergence]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.programs import Programs
 from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.errors import UserError
+from dspark_train.progress import say
 from dspark_train.target.frozen import FrozenTarget, distances, tolerance
 
 SHORT = 24
@@ -52,7 +54,7 @@ class PassChoice:
 _ways: dict[str, Callable[[FrozenTarget, int, int, bool], Pass]] = {
     "ragged": TargetPass,
     "general": GeneralPass,
-    "general, by token": lambda *how: GeneralPass(*how, by_token=True),
+    "general, by token": partial(GeneralPass, by_token=True),
 }
 _chosen: WeakKeyDictionary[Any, PassChoice] = WeakKeyDictionary()
 
@@ -102,8 +104,11 @@ def choose_pass(target: FrozenTarget) -> PassChoice:
             failure = probe.failure(make)
             if failure is None:
                 _chosen[target.model] = PassChoice(name, "; ".join(failures))
+                if failures:
+                    say(f"{target.name} is decoded over its own cache, each request alone: {failures[0]}")
                 break
-            failures.append(f"{name}: {failure}")
+            if not any(known.endswith(f": {failure}") for known in failures):
+                failures.append(f"{name}: {failure}")
         else:
             raise UserError(f"{target.name} cannot be decoded here ({'; '.join(failures)})")
     return _chosen[target.model]

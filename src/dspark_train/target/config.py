@@ -128,16 +128,40 @@ def decoder_layers(decoder: Any) -> Any:
 
 def refusal(config: Any) -> str | None:
     """Why a model of this Hugging Face config cannot be a target, as far as its config tells; None where it may be."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     if getattr(config, "is_encoder_decoder", False):
         return "reads its prompt through an encoder; a target is a decoder only"
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+    if auto_class(config) is None and not remote:
         return (
             f"is a {config.model_type}, which has no causal language model (an LM head over the last states)"
         )
     return None
+
+
+def auto_class(config: Any) -> Any:
+    """Hugging Face's class that loads a model of this config: a causal language model, or one with towers around it.
+
+    None where there is neither.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto as auto
+
+    if type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
+def drop_towers(model: Any) -> None:
+    """Drop what a multimodal model has beside its language model: text needs no vision or audio towers."""
+    if text_config(model.config) is model.config:
+        return
+    decoder, head = language_model(model), model.get_output_embeddings()
+    needed = {*decoder.modules(), head}
+    holders = [module for module in model.modules() if decoder in module.modules() and module is not decoder]
+    for holder in holders:
+        for name, child in list(holder.named_children()):
+            if child not in holders and needed.isdisjoint(child.modules()):
+                setattr(holder, name, None)
 
 
 def load_tokenizer(path: str, config: TargetConfig, **options: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dspark_train.target.config import config_size, language_model, text_config
+from dspark_train.target.config import config_size, decoder_layers, language_model, text_config
 
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 """Names under which configs say how many experts a layer has."""
@@ -42,7 +42,7 @@ class TargetCost:
     @classmethod
     def of(cls, model: Any) -> TargetCost:
         """Count a Hugging Face causal language model; its weights may lie on the ``meta`` device."""
-        config, layers = text_config(model.config), language_model(model).layers
+        config, layers = text_config(model.config), decoder_layers(language_model(model))
         heads = config_size(config, "num_attention_heads") or 0
         head_dim = config_size(config, "head_dim") or config.hidden_size // max(1, heads)
         matrices = [(name, p.numel()) for name, p in layers.named_parameters() if p.dim() in (2, 3)]

@@ -17,8 +17,10 @@ from dspark_train.progress import say
 from dspark_train.structures import TargetStates
 from dspark_train.target.config import (
     TargetConfig,
+    auto_class,
     check_layer_ids,
     decoder_layers,
+    drop_towers,
     hub_options,
     language_model,
     load_tokenizer,
@@ -130,16 +132,18 @@ class FrozenTarget:
             )
         form = choose_form(text_config(whole), chosen, rows) if config.dtype == "auto" else None
         dtype = DTYPES[form.name.split(",")[0] if form else config.dtype]
-        load = AutoModelForCausalLM.from_pretrained
+        kind = auto_class(whole) or AutoModelForCausalLM
+        load = kind.from_pretrained
         if stored is not None:
             say(f"target {config.name_or_path}: {stored.describe()}")
-            load = partial(load_quantised, AutoModelForCausalLM, stored=stored, device=chosen)
+            load = partial(load_quantised, kind, stored=stored, device=chosen)
         try:
             model: Any = load(path, dtype=dtype, attn_implementation=config.attention, **hub_options(config))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise _cannot_load(config, error) from error
+        drop_towers(model)
         tokenizer = load_tokenizer(path, config)  # without one, a target still serves pre-tokenised data
         if config.sharding == "zero3":
             from dspark_train.target.sharding import shard_model
