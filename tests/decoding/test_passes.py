@@ -176,3 +176,16 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_windows_are_found() -> None:
     assert window(tiny_model("gemma3").config) == 16
     assert window(tiny_model("llama").config) == 0
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "granite", "nanochat", "granitemoehybrid"])
+def test_a_draft_for_any_target_is_lossless(kind: str) -> None:
+    """Scaled and capped logits are the draft's too; a hybrid's states survive rejections."""
+    target = FrozenTarget(tiny_family(kind), name=kind)
+    draft = tiny_draft(target)
+    hidden = target.states(torch.arange(5, 20)[None]).last_hidden
+    torch.testing.assert_close(draft.base_logits(hidden), target.lm_head(hidden))
+    prompts = [list(range(5, 25)), [60, 3, 41]]
+    result = generate(target, draft, prompts, max_new_tokens=12, stop_token_ids=[], batch_size=2)
+    assert result.tokens == [own_greedy(target.model, prompt, 12) for prompt in prompts]
+    assert result.trace.accepted.sum() < result.trace.verify_length.sum()

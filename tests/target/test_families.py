@@ -16,7 +16,7 @@ from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.pass_choice import choose_pass, open_pass
 from dspark_train.errors import UserError
 from dspark_train.machine import LayerShape
-from dspark_train.target.config import text_config
+from dspark_train.target.config import refusal, text_config
 from dspark_train.target.frozen import FrozenTarget, distances
 
 
@@ -109,6 +109,7 @@ def check(kind: str) -> None:
         with pytest.raises(UserError, match=REFUSED[kind]):
             choose_pass(FrozenTarget(model, name=kind))
         return
+    assert refusal(model.config) is None
     target = FrozenTarget(model, name=kind)
     assert choose_pass(target).name == WORKS[kind]
     draws = random.Random(kind)

@@ -216,7 +216,7 @@ def check_plain(target: FrozenTarget, found: Comparison) -> None:
     states = target.states(ids[None]).last_hidden[0, len(prompt) - 1 : -1]
     logits = target.lm_head(states).float()
     gaps = logits.max(-1).values - logits.gather(1, ids[len(prompt) :, None])[:, 0]
-    bound = tolerance(target.dtype) * logits.std(-1)
+    bound = 8 * tolerance(target.dtype) * logits.std(-1)
     if bool((gaps > bound).any()):
         place = int((gaps > bound).nonzero()[0])
         raise UserError(

@@ -134,9 +134,24 @@ class Probe:
             states = target.states(ids[None])
             rows = slice(-SHORT, None)  # logits of a whole long prompt would be the largest tensor of all
             self.expected.append(target.lm_head(states.last_hidden[0, rows]).float())
+        # what rounding does to this model: its own logits of prefixes, whose products are summed in other orders
+        noise = torch.cat(
+            [
+                distances(
+                    target.lm_head(target.states(self.ids[1][None, :rows]).last_hidden[0]), whole[:rows]
+                )
+                for whole in self.expected[1:]
+                for rows in (5, 11)
+            ]
+        )
         exact = target.dtype == torch.float32
-        self.bound = tolerance(target.dtype) if exact else max(tolerance(target.dtype), 4 * target.noise)
+        low, high = tolerance(target.dtype), 2e-3 if exact else 0.5
+        self.bound = min(max(low, 2 * float(noise.max())), high)
+        """Largest distance of a row's logits that is called rounding."""
+        self.mean_bound = min(max(low, 2.5 * float(noise.mean())), high)
+        """Of all rows together."""
         self.share = 1.0 if exact else 0.75  # a tie of experts may fall otherwise in half precision
+        self.seen: list[Tensor] = []
 
     def failure(self, make: Callable[[FrozenTarget, int, int, bool], Pass]) -> str | None:
         """What is wrong with the states of a pass; None where they are the target's own."""
@@ -150,6 +165,7 @@ class Probe:
             return f"{type(error).__name__}: {reason[:200]}"
 
     def _run(self, run: Pass) -> str | None:
+        self.seen = []
         first, second = (n - 14 for n in self.lengths)
 
         def rows(
@@ -184,7 +200,14 @@ class Probe:
                 return failure
         run.cache.move(1, 0, second + 10)
         given = [self.ids[1][second + 10 : second + 14]]
-        return self._compare(run, "a request that moved", [second + 10], [4], given, 0, 0, 1)
+        if failure := self._compare(run, "a request that moved", [second + 10], [4], given, 0, 0, 1):
+            return failure
+        mean = float(torch.cat(self.seen).mean())
+        return (
+            None
+            if mean <= self.mean_bound
+            else f"logits differ from the model's own by {mean:.2g} on average"
+        )
 
     def _compare(
         self,
@@ -209,6 +232,7 @@ class Probe:
             if len(right):
                 at = begin - (total - expected.shape[0])
                 far.append(distances(self.target.lm_head(right), expected[at : at + len(right)]))
+        self.seen += far
         if far and not torch.cat(far).quantile(self.share) <= self.bound:
             return f"{what}: logits differ from the model's own by {float(torch.cat(far).max()):.2g}"
         return None

@@ -63,6 +63,9 @@ class TargetBound(PreTrainedModel):
             if name in self._modules:
                 del self._modules[name]
         self.config.embedding_scale = target.embedding_scale  # the target's table is the unscaled one
+        self.config.final_logit_softcapping = (
+            target.logit_softcap
+        )  # as measured; a logit scale is in the head
         self.borrowed = BorrowedVocabulary(target.embedding_weight, head)
 
     def _freeze_copies(self) -> None:

@@ -81,8 +81,6 @@ class FrozenTarget:
         self._streams: int | None = None
         """Axis of the residual streams in a layer's states, where there are several: ``[n, B, T, d]``,
         ``[B, T, n, d]``, or ``[B, T, n·d]`` with the streams one after the other."""
-        self.noise = 0.0
-        """Distance (:func:`distances`) of this target's logits from its own in a batch of another shape."""
         self.form: Choice | None = None
         """What ``dtype: auto`` chose, and why."""
         self.quantisation: Quantisation | None = None
@@ -183,11 +181,11 @@ class FrozenTarget:
             )
         bound = tolerance(self.dtype)
         padded = self.model(input_ids=batch, use_cache=False).logits[:1, :PROBE_ROWS]
-        self.noise = float(distances(padded, expected).median())
-        if not self.noise <= bound:
+        gap = distances(padded, expected).median()
+        if not gap <= (bound if self.dtype == torch.float32 else 0.3):
             raise UserError(
                 f"{self.name} gives a token other logits when more tokens follow it (relative difference "
-                f"{self.noise:.3g}): it does not read from left to right, row by row, and cannot be a target"
+                f"{float(gap):.3g}): it does not read from left to right, row by row, and cannot be a target"
             )
         if (
             outputs[0].last_hidden_state.shape[-1] != self.hidden_size
@@ -410,7 +408,7 @@ def distances(logits: Tensor, expected: Tensor) -> Tensor:
 
 def tolerance(dtype: torch.dtype) -> float:
     """Distance of logits that rounding explains: some tens of layers' worth of a dtype's roundings."""
-    return max(2e-4, 16 * torch.finfo(dtype).eps)
+    return max(5e-4, 16 * torch.finfo(dtype).eps)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
