@@ -37,6 +37,7 @@ from dspark_train.decoding.target_pass import TargetPass
 from dspark_train.decoding.timing import Timings
 from dspark_train.errors import UserError
 from dspark_train.studies.profile import CostProfiler, RoundCost, measure_costs, time_rounds
+from dspark_train.target.config import TargetConfig
 
 PROMPTS = [Prompt(str(i), "code" if i % 2 else "math", (3 + i, 5, 7 + i)) for i in range(4)]
 
@@ -186,6 +187,7 @@ class Module:
 
     def __init__(self) -> None:
         self.target = tiny_target()
+        self.target_config = TargetConfig()
         self.draft = tiny_draft(self.target).train()
         self.logged: dict[str, float] = {}
 

@@ -122,8 +122,8 @@ def test_the_probe_sees_a_broken_pass(broken: str, monkeypatch: pytest.MonkeyPat
         attend = TargetPass.__call__.__globals__["RaggedStep"].attend
         monkeypatch.setattr(
             "dspark_train.decoding.cache.RaggedStep.attend",
-            lambda self, layer, q, k, v, scale, window=None, *rest: attend(
-                self, layer, q, k, v, scale, None, *rest
+            lambda self, layer, q, k, v, scale, window=None, *rest, **named: attend(
+                self, layer, q, k, v, scale, None, *rest, **named
             ),
         )
     else:
