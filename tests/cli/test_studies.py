@@ -187,6 +187,7 @@ def test_simulate_writes_a_table_and_a_plot(run, capsys, monkeypatch):
     simulate(dataclasses.replace(options, rates=(3.0,), arrivals=arrivals, cache_tokens=400))
     content = read(run / "studies" / "simulate.json")
     assert content["after_cut"]["rounds"] > 100
+    assert content["answer_tokens"] == 9
     assert (content["arrivals"], content["cache_tokens"]) == ("arrivals.jsonl", 400)
     assert content["policies"]["plain"][0]["rate"] == pytest.approx(3, rel=0.2)
     assert "promised speed" in capsys.readouterr().out

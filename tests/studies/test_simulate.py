@@ -238,6 +238,7 @@ def test_recorded_arrivals_are_stretched_and_may_state_lengths(tmp_path):
     assert traffic.seconds.tolist() == [0, 1, 4, 6, 7, 10, 12]
     assert traffic.prompt.tolist() == [10, 7, 10, 10, 7, 10, 10]
     assert [int(traffic.answer[place]) for place in (1, 4)] == [3, 3]
+    assert Arrivals.load(path).served_by(recorded).seconds.tolist() == [0, 1, 4]
     played = play(recorded, traffic, Server(4), FixedLength(), linear())
     assert sum(played.tokens) + sum(played.first) == int(traffic.answer.sum())
     assert bool((played.started > traffic.seconds).all())
@@ -279,8 +280,16 @@ def test_every_request_is_served_once_and_time_goes_on(rate, slots, policy):
 # -- a cut -------------------------------------------------------------------------------------------------------
 
 
-def cut_rounds(shift, requests=60, rounds=60, seed=5, threshold=0.6):
-    """Rounds of the machine of :func:`record`, cut by a threshold; after a cut all logits are lower by ``shift``."""
+def honest(*shift):
+    """An effect whose confidences mean what they say, after a cut too."""
+    return CutEffect(*shift, level=[0.0] * GAMMA, scale=[1.0] * GAMMA, gain=0.0)
+
+
+def cut_rounds(shift, gain=0.0, requests=60, rounds=60, seed=5, threshold=0.6):
+    """Rounds as of :func:`record`, cut by a threshold.
+
+    After a cut all logits are lower by ``shift``, and acceptance has a higher log-odds than they say, by ``gain``.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = 1.0 + 2 * torch.randn(requests, rounds, GAMMA, generator=generator)
     verified, accepted = torch.zeros(requests, rounds).long(), torch.zeros(requests, rounds).long()
@@ -288,7 +297,8 @@ def cut_rounds(shift, requests=60, rounds=60, seed=5, threshold=0.6):
     for place in range(rounds):
         logits[:, place] -= shift * after[:, None]
         confidence = logits[:, place].sigmoid()
-        kept = (torch.rand(confidence.shape, generator=generator) < confidence).long().cumprod(1).sum(1)
+        chance = (logits[:, place] + gain * after[:, None]).sigmoid()
+        kept = (torch.rand(confidence.shape, generator=generator) < chance).long().cumprod(1).sum(1)
         verified[:, place] = (confidence >= threshold).long().cumprod(1).sum(1)
         accepted[:, place] = kept.minimum(verified[:, place])
         after = (verified[:, place] < GAMMA) & (kept >= verified[:, place])
@@ -301,20 +311,24 @@ def cut_rounds(shift, requests=60, rounds=60, seed=5, threshold=0.6):
     )
 
 
-def test_what_a_cut_changes_is_found_and_predicts_the_cut_rounds():
-    """Where logits fall by 0.8 after a cut: the shift is found, and τ under the cutting policy is met with it alone."""
-    whole, real = record(60, 60), cut_rounds(0.8)
+@pytest.mark.parametrize("gain", [0.0, 0.7])
+def test_what_a_cut_changes_is_found_and_predicts_the_cut_rounds(gain):
+    """Where logits fall by 0.8 after a cut: shift and gain are found, and τ is met with them alone."""
+    whole, real = record(60, 60), cut_rounds(0.8, gain)
     effect = fit_cuts(whole, real)
     assert effect is not None
     assert effect.rounds > 1000
     moved = effect.shift(torch.tensor([-1.0, 0.0, torch.nan]).double())
     torch.testing.assert_close(moved[:2], torch.full((2, GAMMA), -0.8).double(), atol=0.3, rtol=0)
     assert moved[2].tolist() == [0.0] * GAMMA
+    assert effect.gain == pytest.approx(gain, abs=0.25)
+    assert effect.level == pytest.approx([0.0] * GAMMA, abs=0.2)
+    assert effect.scale == pytest.approx([1.0] * GAMMA, abs=0.2)
     tau, found = {}, real.accepted_length
     for name, given_effect in (("equal", None), ("fitted", effect)):
         played = queue(whole, Threshold(0.6), 16, effect=given_effect)
         tau[name] = sum(played.tokens) / rounds_of(played)
-    assert tau["equal"] > 1.04 * found
+    assert tau["equal"] > 1.02 * found
     assert tau["fitted"] == pytest.approx(found, rel=0.02)
 
 
@@ -335,7 +349,7 @@ def test_nothing_changes_where_a_cut_changes_nothing():
 def test_acceptance_after_a_cut_goes_with_the_confidence(shift, seed):
     """Honest confidences stay honest after any shift; without one, and without a cut, outcomes are the record's."""
     recorded = Recorded.of(record(200, 10, seed=seed % 7))
-    work = AtWork(recorded, None, CutEffect(99, [shift] * GAMMA, [0.0] * GAMMA, -3, 3), seed=seed)
+    work = AtWork(recorded, None, honest(99, [shift] * GAMMA, [0.0] * GAMMA, -3, 3), seed=seed)
     traffic = recorded.queue()
     work.join(traffic, 0, 200)
     work.round = torch.arange(2000)
@@ -496,7 +510,7 @@ def test_a_stored_study_is_the_computed_one_with_a_list_per_policy(tmp_path):
     points, found = simulate(
         record(), linear(), standard_policies(linear(), GAMMA, 0.5), [1, 2], Server(2), requests=9
     )
-    effect = CutEffect(70, [0.1] * GAMMA, [0.2] * GAMMA, -1.0, 1.0)
+    effect = honest(70, [0.1] * GAMMA, [0.2] * GAMMA, -1.0, 1.0)
     study = LoadStudy(policies=points, budgets=found, after_cut=effect, slots=2, arrivals="poisson")
     write_result(tmp_path / "simulate.json", study)
     content = json.loads((tmp_path / "simulate.json").read_text())["policies"]

@@ -108,12 +108,14 @@ def simulate(options: SimulateOptions) -> None:
     recorded = Recorded.of(trace)
     counts = sorted(set(options.requests)) or _doubling(max(1, table.max_rows // (trace.block_size + 1)))
     server = load.Server(options.slots or counts[-1], options.cache_tokens)
-    rates = sorted(set(options.rates)) or [load.rate_for(recorded, table, count) for count in counts]
+    served = recorded if arrivals is None else arrivals.served_by(recorded)
+    prompt, answer = (float(tokens.double().mean()) for tokens in (served.prompt, served.answer))
+    rates = options.rates or [load.rate_for(recorded, table, count, answer) for count in counts]
     points, budgets = load.simulate(
         trace,
         table,
         policies,
-        rates,
+        sorted(set(rates)),
         server,
         sts=sts,
         effect=effect,
@@ -132,8 +134,8 @@ def simulate(options: SimulateOptions) -> None:
         arrivals="poisson" if options.arrivals is None else options.arrivals.name,
         slots=server.slots,
         cache_tokens=server.cache_tokens,
-        prompt_tokens=float(recorded.prompt.double().mean()),
-        answer_tokens=float(recorded.answer.double().mean()),
+        prompt_tokens=prompt,
+        answer_tokens=answer,
         after_cut=effect,
         speeds=list(options.speeds) or load.promised(points),
         policies=points,

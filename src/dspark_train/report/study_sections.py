@@ -196,9 +196,9 @@ def load(study: LoadStudy | None) -> Section | None:
         arrivals = "Poisson arrivals" if study.arrivals == "poisson" else f"arrivals of {study.arrivals}"
         bound = f", {study.cache_tokens:,} positions of cache" if study.cache_tokens else ""
         lead += (
-            f". {arrivals}, the same for every policy; prompts of {study.prompt_tokens:.0f} tokens and answers of "
-            f"{study.answer_tokens:.0f} on average, whose passes hold up the rounds; at most {study.slots} requests "
-            f"at once{bound}. "
+            f". {arrivals}, the same for every policy; prompts of {study.prompt_tokens or 0:.0f} tokens, whose passes "
+            f"hold up the rounds, and answers of {study.answer_tokens or 0:.0f} on average; at most {study.slots} "
+            f"requests at once{bound}. "
         )
         lead += (
             f"What a cut changes was fitted from {study.after_cut.rounds:,} rounds after one"

@@ -6,7 +6,7 @@ A recorded round that verified its whole block is followed by one that starts be
 cuts the block at slot k and all of its prefix is accepted, the next block starts behind the target's own token
 at k: earlier in the text, at a place that was hard enough to be cut, and with that token resolved. Its confidences are
 other ones than those of the round that followed in the record, by an amount that goes with the confidence at which the
-block was cut; what confidences mean stays.
+block was cut; and a token of the same confidence is accepted more or less often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark_train.calibration.selection import select_rounds
+from dspark_train.calibration.selection import reached_slots, select_rounds
 from dspark_train.decoding.policies import Threshold
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.run import Run
@@ -26,6 +26,8 @@ from dspark_train.studies.record import Recording, recorded_rounds
 
 LEAST_CUTS = 50
 """Rounds after a cut that a fit needs."""
+NEWTON = 20
+"""Steps of Newton's method; it converges in a few."""
 CUT_BELOW = 0.5
 """Confidence below which blocks are cut for the fit."""
 
@@ -44,6 +46,12 @@ class CutEffect:
     """Smallest logit seen at a cut; below it the shift stays."""
     high: float
     """Largest one."""
+    level: list[float]
+    """``[γ]`` log-odds of acceptance at a logit of 0 in the record, given that all before was accepted."""
+    scale: list[float]
+    """``[γ]`` change of these log-odds per unit of the logit."""
+    gain: float
+    """What a cut adds to the log-odds of acceptance, at the same logit."""
 
     def shift(self, cut: Tensor) -> Tensor:
         """Shift ``[R, γ]`` after cuts at logits ``[R]``; 0 where the logit is NaN: no cut."""
@@ -51,12 +59,17 @@ class CutEffect:
         moved = torch.tensor(self.offset).to(at) + torch.tensor(self.slope).to(at) * at
         return moved.masked_fill(at.isnan(), 0.0)
 
+    def acceptance(self, logits: Tensor, cut: bool) -> Tensor:
+        """Probability ``[R, γ]`` that each slot is accepted, given that all before it were; after a cut or not."""
+        level, scale = (torch.tensor(values).to(logits) for values in (self.level, self.scale))
+        return (level + scale * logits + (self.gain if cut else 0.0)).sigmoid()
+
 
 def fit_cuts(record: DecodingTrace, cuts: DecodingTrace) -> CutEffect | None:
-    """Fit the shift: confidences after real cuts, less those that follow in the record.
+    """Fit the shift: confidences after real cuts, less those that follow in the record; and the gain in acceptance.
 
-    Both are regressed on the logit at the cut. In the record, each slot up to the first rejected one could have been
-    the first one cut off, with all before it accepted.
+    Both confidences are regressed on the logit at the cut. In the record, each slot up to the first rejected one could
+    have been the first one cut off, with all before it accepted.
 
     Args:
         record: rounds that verified whole blocks.
@@ -66,11 +79,11 @@ def fit_cuts(record: DecodingTrace, cuts: DecodingTrace) -> CutEffect | None:
         None where fewer than :data:`LEAST_CUTS` rounds, with all slots drawn, follow a cut.
     """
     block_size = record.block_size
-    before, after = _pairs(cuts)
+    before, after_cuts = _pairs(cuts)
     cut = before.verify_length
     open_end = (cut < block_size) & (before.accepted == cut)
     found = _logits_at(before, cut.clamp_max(block_size - 1))[open_end]
-    following = after.confidence_logits[open_end].to(torch.float64)
+    following = after_cuts.confidence_logits[open_end].to(torch.float64)
     drawn = following.isfinite().all(1) & found.isfinite()
     found, following = found[drawn], following[drawn]
     if len(found) < LEAST_CUTS:
@@ -82,7 +95,20 @@ def fit_cuts(record: DecodingTrace, cuts: DecodingTrace) -> CutEffect | None:
     usual = before.confidence_logits[round_of, slot].to(torch.float64)
     expected = after.confidence_logits[round_of].to(torch.float64)
     offset, slope = _line(found, following) - _line(usual, expected)
-    return CutEffect(len(found), offset.tolist(), slope.tolist(), float(found.min()), float(found.max()))
+    level, scale = _acceptance(record)
+    cut_rounds = select_rounds(after_cuts, open_end.nonzero().flatten()[drawn])
+    at, accepted, slot = _reached(cut_rounds)
+    gain = _offset(level[slot] + scale[slot] * at, accepted)
+    return CutEffect(
+        rounds=len(found),
+        offset=offset.tolist(),
+        slope=slope.tolist(),
+        low=float(found.min()),
+        high=float(found.max()),
+        level=level.tolist(),
+        scale=scale.tolist(),
+        gain=gain,
+    )
 
 
 def recorded_effect(
@@ -128,3 +154,41 @@ def _line(at: Tensor, values: Tensor) -> Tensor:
     """Least squares ``[2, γ]``: offset and slope of ``values [N, γ]`` over ``at [N]``."""
     design = torch.stack([torch.ones_like(at), at], 1)
     return torch.linalg.lstsq(design, values).solution
+
+
+def _reached(trace: DecodingTrace) -> tuple[Tensor, Tensor, Tensor]:
+    """Verified slots whose prefix was accepted: logits, acceptance (0 or 1) and slot of each; ``[N]``."""
+    place, slot = reached_slots(trace).nonzero(as_tuple=True)
+    accepted = (trace.accepted[place] > slot).to(torch.float64)
+    return trace.confidence_logits[place, slot].to(torch.float64), accepted, slot
+
+
+def _acceptance(record: DecodingTrace) -> tuple[Tensor, Tensor]:
+    """Logistic regression of acceptance on the logit, slot by slot: level and scale, ``[γ]`` each.
+
+    A weak prior holds the level near 0 and the scale near 1, where the logit is taken at its word.
+    """
+    at, accepted, slot = _reached(record)
+    fitted = []
+    for position in range(record.block_size):
+        here = slot == position
+        design = torch.stack([torch.ones_like(at[here]), at[here]], 1)
+        prior = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        weights = prior.clone()
+        for _ in range(NEWTON):
+            chance = (design @ weights).sigmoid()
+            slope = design.T @ (accepted[here] - chance) - (weights - prior)
+            bend = (design * (chance * (1 - chance))[:, None]).T @ design + torch.eye(2, dtype=torch.float64)
+            weights = weights + torch.linalg.solve(bend, slope)
+        fitted.append(weights)
+    level, scale = torch.stack(fitted).unbind(1)
+    return level, scale
+
+
+def _offset(log_odds: Tensor, accepted: Tensor) -> float:
+    """What to add to log-odds ``[N]`` so that as many are accepted as were; a weak prior holds it near 0."""
+    moved = torch.zeros((), dtype=torch.float64)
+    for _ in range(NEWTON):
+        chance = (log_odds + moved).sigmoid()
+        moved = moved + ((accepted - chance).sum() - moved) / ((chance * (1 - chance)).sum() + 1)
+    return float(moved)

@@ -462,22 +462,23 @@ def read(
 # -- the study -----------------------------------------------------------------------------------------------------
 
 
-def rate_for(recorded: Recorded, costs: CostTable, requests: int) -> float:
+def rate_for(recorded: Recorded, costs: CostTable, requests: int, answer: float | None = None) -> float:
     """Arrivals per second that keep about ``requests`` at work: what the best of three fixed policies serves.
 
-    Plain decoding, one draft token and whole blocks, without prompts: a first guess, the same for all policies.
+    Plain decoding, one draft token and whole blocks, without prompts: a first guess, the same for all policies. Answers
+    have ``answer`` tokens on average; None: as recorded.
     """
     count = torch.tensor(requests)
     plain = float(costs.single_row_seconds(count) + costs.step_overhead_seconds(count))
     speeds = [requests / plain]
     block_size = recorded.logits.shape[1]
-    for length in sorted({1, block_size} - {0}):
+    for length in sorted({1, block_size}):
         fixed = costs.draft_seconds(count, length) + costs.round_overhead_seconds(count)
         rows = count * (length + 1)
         seconds = fixed + costs.verify_seconds(rows, count, torch.tensor(length + 1))
         tokens = float(recorded.accepted.clamp_max(length).double().mean()) + 1
         speeds.append(requests * tokens / float(seconds))
-    return max(speeds) / float(recorded.answer.double().mean())
+    return max(speeds) / (answer or float(recorded.answer.double().mean()))
 
 
 def simulate(

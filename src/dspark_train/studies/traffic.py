@@ -128,6 +128,11 @@ class Arrivals:
     answer_tokens: list[int]
     """0 where unknown."""
 
+    def served_by(self, recorded: Recorded) -> Traffic:
+        """Each of them once, at its own time."""
+        spent = (self.seconds[-1] - self.seconds[0]) * len(self.seconds) / (len(self.seconds) - 1)
+        return recorded.arriving(self, len(self.seconds) / spent, len(self.seconds))
+
     @classmethod
     def load(cls, path: Path) -> Arrivals:
         """Read a JSONL file: a line a request, with ``seconds`` and, if known, ``prompt_tokens``, ``answer_tokens``.
@@ -183,9 +188,6 @@ class AtWork:
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
-        self._fixed = None if self.sts is None or isinstance(self.sts, OnlineSts) else self.sts
-        if isinstance(self.sts, OnlineSts):
-            self._fixed = self.sts.start.tolist()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -207,15 +209,15 @@ class AtWork:
     def outcomes(self) -> tuple[Tensor, Tensor]:
         """Confidence logits ``[R, γ]`` of the round that each is in, and draft tokens ``[R]`` that would be accepted.
 
-        As recorded; after a cut, logits are shifted, and a slot's acceptance changes with its confidence: of the
-        accepted ones a share is lost where it falls, of the rejected ones a share is won where it rises.
+        As recorded; after a cut, logits are shifted, and a slot's chance to be accepted with them: of the accepted
+        ones a share is lost where it falls, of the rejected ones a share is won where it rises.
         """
         logits, accepted = self.recorded.logits[self.round], self.recorded.accepted[self.round]
         if self.effect is None or bool(self.cut.isnan().all()):
             return logits, accepted
         slots = torch.arange(logits.shape[1])
         moved = logits + self.effect.shift(self.cut)
-        before, after = conditional(logits, self._fixed), conditional(moved, self._fixed)
+        before, after = self.effect.acceptance(logits, cut=False), self.effect.acceptance(moved, cut=True)
         chance = torch.rand(logits.shape, generator=self._generator, dtype=torch.float64)
         rejected = (slots == accepted[:, None]) & (slots < self.recorded.verifiable[self.round][:, None])
         drawn = torch.where(slots < accepted[:, None], chance * before, chance)
