@@ -91,6 +91,25 @@ def test_states_after_any_rejections(rounds: list[tuple[int, int]], kind: str) -
 _targets: dict[str, FrozenTarget] = {}
 
 
+def test_replays_stay_short() -> None:
+    """Every round rejects: what is run again does not grow with the text."""
+    target = FrozenTarget(tiny_family("qwen3_5_text"), name="tiny")
+    ids = torch.randint(97, (90,), generator=torch.Generator().manual_seed(0))
+    expected = target.states(ids[None]).last_hidden[0]
+    sizes: list[int] = []
+    handle = target.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with torch.inference_mode(), GeneralPass(target, 1, 96, False) as run:
+        run(ids[:4], RowLayout([4], [0], CPU))
+        for at in range(4, 80, 3):
+            wrong = torch.cat([ids[at : at + 3], 96 - ids[at + 3 : at + 6]])
+            hidden, _ = run(wrong, RowLayout([6], [at], CPU))
+            torch.testing.assert_close(hidden[:3], expected[at : at + 3], atol=1e-4, rtol=1e-4)
+    handle.remove()
+    assert max(sizes) <= 16 + 6
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "mamba2"])
 def test_a_lost_state_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recurrent and convolution states zeroed on purpose: no pass is taken."""

@@ -25,6 +25,9 @@ from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.target.packed import packed_linears
 
+REPLAY = 16
+"""Accepted rows that are run again together with new ones, at most; more are run before them."""
+
 _CACHES = ("cache", "past_key_values", "cache_params", "state")
 """Names by which Hugging Face decoders take a cache and give it back."""
 
@@ -123,7 +126,12 @@ class GeneralPass:
             own, rows = rows[:count], rows[count:]
             slot = self.cache.slots[layout.first_slot + index]
             again = slot.back_to(start)
-            outputs = self._run(slot, again + own, count > 1)
+            if (
+                len(again) > REPLAY
+            ):  # a copy nearer to the end, or every rejection would lengthen the next replay
+                self._run(slot, again, keep=False)
+                again = []
+            outputs = self._run(slot, again + own, keep=count > 1)
             hidden.append(outputs[0][-count:])
             if outputs[1] is not None:
                 features.append(outputs[1][-count:])

@@ -122,8 +122,8 @@ class Probe:
 
     def __init__(self, target: FrozenTarget) -> None:
         self.target = target
-        length = min(max(SHORT, 2 * window(target.config) + 16), (target.context_length or 2**31) - 1)
-        self.lengths = (length, min(SHORT, length))
+        longest = (target.context_length or 2**31) - 1
+        self.lengths = (max(SHORT, min(2 * window(target.config) + 16, longest)), SHORT)
         generator = torch.Generator().manual_seed(1)
         self.ids = [
             torch.randint(target.vocab_size, (n,), generator=generator).to(target.device)
@@ -135,15 +135,9 @@ class Probe:
             rows = slice(-SHORT, None)  # logits of a whole long prompt would be the largest tensor of all
             self.expected.append(target.lm_head(states.last_hidden[0, rows]).float())
         # what rounding does to this model: its own logits of prefixes, whose products are summed in other orders
-        noise = torch.cat(
-            [
-                distances(
-                    target.lm_head(target.states(self.ids[1][None, :rows]).last_hidden[0]), whole[:rows]
-                )
-                for whole in self.expected[1:]
-                for rows in (5, 11)
-            ]
-        )
+        ids, whole = self.ids[1], self.expected[1]
+        prefixes = [target.lm_head(target.states(ids[None, :rows]).last_hidden[0]) for rows in (5, 11)]
+        noise = torch.cat([distances(logits, whole[: len(logits)]) for logits in prefixes])
         exact = target.dtype == torch.float32
         low, high = tolerance(target.dtype), 2e-3 if exact else 0.5
         self.bound = min(max(low, 2 * float(noise.max())), high)
