@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from dspark_train.errors import UserError
 from dspark_train.interchange.export import TargetWeights, export_draft
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.target.packed import PackedLinears
-from dspark_train.target.quantised import is_plain, plain_vocabulary
+from dspark_train.target.quantised import is_plain, plain_vocabulary, quantisation_of
 
 IDS = torch.arange(3, 20)[None]
 NEEDS = {"int8": "compressed_tensors", "w4a16": "compressed_tensors"}
@@ -215,3 +217,15 @@ def test_what_cannot_be_loaded_is_one_line_before_weights(
         load(tmp_path)
     assert "\n" not in str(refused.value)
     assert "quantised" in str(refused.value)
+
+
+@pytest.mark.parametrize("package", ["torchao", "compressed_tensors", "bitsandbytes"])
+def test_a_missing_package_is_named(package: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    settings = {"quant_method": package.replace("_", "-"), "load_in_8bit": package == "bitsandbytes"}
+    if package == "compressed_tensors":
+        settings = SCHEMES["int8"][1]
+    config = SimpleNamespace(quantization_config=settings)
+    with pytest.raises(UserError, match=rf"`pip install .*{package.replace('_', '-')}"):
+        quantisation_of(config, torch.device("cpu"), "a target")
