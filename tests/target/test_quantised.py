@@ -21,6 +21,7 @@ from dspark_train.interchange.export import TargetWeights, export_draft
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.target.packed import PackedLinears
 from dspark_train.target.quantised import is_plain, plain_vocabulary, quantisation_of
+from dspark_train.training.feature_cache import identity_of
 
 IDS = torch.arange(3, 20)[None]
 NEEDS = {"int8": "compressed_tensors", "w4a16": "compressed_tensors"}
@@ -82,6 +83,8 @@ def test_torchao(head: bool, tmp_path: Path) -> None:
     assert type(target.head_weight) is torch.nn.Parameter
     assert type(target.embedding_weight) is torch.nn.Parameter
     assert PackedLinears(target.decoder).forwards == {}  # quantised layers multiply in their own way
+    plain_target = FrozenTarget(plain, [0, 1, 2])
+    assert identity_of(target).target not in ("", identity_of(plain_target).target)  # of its feature cache
     gap = float((target.head_weight - plain.lm_head.weight).norm() / plain.lm_head.weight.norm())
     assert (1e-4 < gap < 2e-2) if head else gap == 0
     _decodes(target)
@@ -98,6 +101,7 @@ def test_bitsandbytes(bits: int, tmp_path: Path) -> None:
     target = load(tmp_path / "target")
     assert target.quantisation is not None
     assert target.quantisation.scheme == "bitsandbytes"
+    assert identity_of(target).dtype == "float32"
     assert target.states(IDS).features.dtype == torch.float32
     _decodes(target)
 

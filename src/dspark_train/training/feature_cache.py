@@ -86,8 +86,12 @@ def identity_of(target: FrozenTarget, storage: Storage = "exact") -> CacheIdenti
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in sorted(target.model.named_parameters()):
         step = max(1, parameter.numel() // 64)
-        sample = parameter.detach().reshape(-1)[::step][:64].float().cpu().numpy()
+        values = parameter.detach()
+        values = values if type(values) is Tensor else values.dequantize()  # quantised ones hold parts
+        sample = values.reshape(-1)[::step][:64].float().cpu().numpy()
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.tobytes())
+    if target.quantisation is not None:
+        digest.update(target.quantisation.describe().encode())  # dequantised or not, states differ
     dtype = str(target.dtype).removeprefix("torch.")
     return CacheIdentity(
         digest.hexdigest()[:32], target.name, tuple(target.layer_ids), dtype, storage, target.hidden_size
