@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from dspark_train.errors import UserError
 from dspark_train.interchange.export import TargetWeights, export_draft
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.target.packed import PackedLinears
-from dspark_train.target.quantised import is_plain, plain_vocabulary
+from dspark_train.target.quantised import is_plain, plain_vocabulary, quantisation_of
+from dspark_train.training.feature_cache import identity_of
 
 IDS = torch.arange(3, 20)[None]
 NEEDS = {"int8": "compressed_tensors", "w4a16": "compressed_tensors"}
@@ -80,6 +83,8 @@ def test_torchao(head: bool, tmp_path: Path) -> None:
     assert type(target.head_weight) is torch.nn.Parameter
     assert type(target.embedding_weight) is torch.nn.Parameter
     assert PackedLinears(target.decoder).forwards == {}  # quantised layers multiply in their own way
+    plain_target = FrozenTarget(plain, [0, 1, 2])
+    assert identity_of(target).target not in ("", identity_of(plain_target).target)  # of its feature cache
     gap = float((target.head_weight - plain.lm_head.weight).norm() / plain.lm_head.weight.norm())
     assert (1e-4 < gap < 2e-2) if head else gap == 0
     _decodes(target)
@@ -96,6 +101,7 @@ def test_bitsandbytes(bits: int, tmp_path: Path) -> None:
     target = load(tmp_path / "target")
     assert target.quantisation is not None
     assert target.quantisation.scheme == "bitsandbytes"
+    assert identity_of(target).dtype == "float32"
     assert target.states(IDS).features.dtype == torch.float32
     _decodes(target)
 
@@ -215,3 +221,15 @@ def test_what_cannot_be_loaded_is_one_line_before_weights(
         load(tmp_path)
     assert "\n" not in str(refused.value)
     assert "quantised" in str(refused.value)
+
+
+@pytest.mark.parametrize("package", ["torchao", "compressed_tensors", "bitsandbytes"])
+def test_a_missing_package_is_named(package: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    settings = {"quant_method": package.replace("_", "-"), "load_in_8bit": package == "bitsandbytes"}
+    if package == "compressed_tensors":
+        settings = SCHEMES["int8"][1]
+    config = SimpleNamespace(quantization_config=settings)
+    with pytest.raises(UserError, match=rf"`pip install .*{package.replace('_', '-')}"):
+        quantisation_of(config, torch.device("cpu"), "a target")

@@ -84,6 +84,7 @@ OWN_FIELDS = (
     "layer_family",
     "max_window_layers",
     "rope_theta",
+    "sliding_window_non_causal",
     "target_text_config",
     "use_sliding_window",
 )

@@ -81,6 +81,8 @@ def quantisation_of(config: Any, device: torch.device, name: str) -> Quantisatio
         AutoHfQuantizer.from_config(parsed, pre_quantized=True).validate_environment(device_map={"": device})
     except (ImportError, RuntimeError, ValueError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, ModuleNotFoundError):
+            reason += f" (`pip install {error.name}`)"
         raise UserError(
             f"the target {name} is quantised ({scheme}) and cannot be loaded here: {reason}"
         ) from error

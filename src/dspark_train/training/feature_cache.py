@@ -87,9 +87,13 @@ def identity_of(target: FrozenTarget, storage: Storage = "exact") -> CacheIdenti
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in sorted(_named_weights(target.model).items()):
         with gathered([weight]):
-            step = max(1, weight.numel() // 64)
-            sample = weight.detach().reshape(-1)[::step][:64].float().cpu().numpy()
+            step, values = max(1, weight.numel() // 64), weight.detach()
+            plain = not hasattr(values, "dequantize") or type(values) in (Tensor, torch.nn.Parameter)
+            values = values if plain else values.dequantize()  # quantised ones hold parts
+            sample = values.reshape(-1)[::step][:64].float().cpu().numpy()
             digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.tobytes())
+    if target.quantisation is not None:
+        digest.update(target.quantisation.describe().encode())  # dequantised or not, states differ
     dtype = str(target.dtype).removeprefix("torch.")
     return CacheIdentity(
         digest.hexdigest()[:32], target.name, tuple(target.layer_ids), dtype, storage, target.hidden_size
