@@ -97,7 +97,8 @@ def test_a_flag_before_the_config_wins_too(recipe: Path) -> None:
     flags = ["--draft.num_layers", "2", "--config", str(recipe / "tiny.yaml"), "--trainer.accelerator=gpu"]
     assert parse_recipe(flags).draft.num_layers == 2
     assert configs_first(["--a", "1", "--config=x", "--b", "--config", "y", "--c"]) == [
-        "--config=x",
+        "--config",
+        "x",
         "--config",
         "y",
         "--a",

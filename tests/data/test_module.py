@@ -102,6 +102,19 @@ def test_fillers_keep_ranks_in_step_and_add_nothing(make: Any, tmp_path: Path) -
     }
 
 
+def test_what_is_left_out_is_said_with_its_reasons(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "some.jsonl"
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one two three"}]
+    silent = [{"role": "user", "content": "hi"}]
+    rows = [{"id": str(i), "split": "train", "messages": said if i else silent} for i in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for _ in range(2):  # made, and found again
+        make(path).setup()
+        assert "1 of 30 conversations are left out (no assistant turn: 1)" in capsys.readouterr().out
+
+
 def test_workers_give_the_same_batches(make: Any) -> None:
     def epoch(workers: int) -> list[tuple[list[int], list[int], float]]:
         loader = make(num_workers=workers).train_dataloader()

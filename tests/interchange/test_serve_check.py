@@ -18,6 +18,8 @@ from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
 from dspark_train.interchange.serve_check import (
     AcceptedRounds,
+    Served,
+    ServedComparison,
     Server,
     ask,
     compare,
@@ -218,6 +220,24 @@ def test_acceptance_of_a_trace_by_hand() -> None:
     )
     assert AcceptedRounds.of_trace(trace) == AcceptedRounds(4, 2.25, (0.75, 0.5))
     assert AcceptedRounds.of_counts(4, 5, [3, 2]) == AcceptedRounds(4, 2.25, (0.75, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("engine", "told", "fault"),
+    [("vllm", 2, False), ("vllm", 4, True), ("vllm", 1, True), ("vllm", 0, False), ("sglang", 1, False)],
+)
+def test_a_server_with_another_block_is_a_fault(engine: Any, told: int, fault: bool) -> None:
+    theirs = AcceptedRounds(4, 2.0, (0.5,) * told)
+    comparison = ServedComparison(
+        Served(engine, "1", [], theirs), AcceptedRounds(4, 2.25, (0.75, 0.5)), prompts=1, identical=1
+    )
+    lines = [line for line in side_by_side(comparison) if "position" in line]
+    assert len(lines) == max(told, 2)
+    assert (comparison.other_positions is not None) == fault
+    if fault:
+        assert f"the server drafts {told} tokens a round, and this draft has a block of 2" in str(
+            comparison.other_positions
+        )
 
 
 def test_what_the_user_can_fix_is_said(

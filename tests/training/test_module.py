@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import tiny
 import torch
 from tiny_data import tiny_conversations, tiny_tokenizer, write_rows
 from tiny_models import tiny_target
@@ -213,3 +215,27 @@ def test_muon_is_pytorchs_and_its_iterations_need_no_bfloat16() -> None:
     )
     assert (single - exact).norm() < 1e-5 * exact.norm()
     assert (half - exact).norm() < 0.1 * exact.norm()
+
+
+def test_fillers_of_a_batch_larger_than_the_data_cost_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three samples in a global batch of 16: as many passes as samples, and the step of one micro-batch of three."""
+    passes: list[int] = []
+    compute = DSparkModule.compute
+
+    def counted(self: Any, prepared: Any) -> Any:
+        passes.append(prepared.rows.slot.numel())
+        return compute(self, prepared)
+
+    monkeypatch.setattr(DSparkModule, "compute", counted)
+    found = []
+    for micro in (1, 16):
+        data = tiny.TinyData(3, global_batch_size=16, micro_batch_size=micro)
+        module = tiny.fit(tiny.tiny_module(), data, tiny.tiny_trainer(tmp_path, max_steps=2))
+        found.append(tiny.weights_of(module))
+        assert len(passes) == 2 * (3 if micro == 1 else 1)
+        assert all(passes)
+        passes.clear()
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], msg=name)

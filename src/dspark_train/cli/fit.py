@@ -29,6 +29,7 @@ from dspark_train import machine
 from dspark_train.cli.calibrate import calibrate
 from dspark_train.cli.decode import decode
 from dspark_train.cli.parsing import STRICT, configs_first, explain, stage_options
+from dspark_train.cli.recipes import data_file
 from dspark_train.cli.report import report
 from dspark_train.cli.tracking import record_recipe, record_results, same_record
 from dspark_train.data.dataset import PreparedSet
@@ -95,6 +96,8 @@ class DSparkCLI(LightningCLI):
             super().parse_arguments(parser, args)
         except argparse.ArgumentError as error:
             raise explain(error, self.parser_of(str(args[0]) if isinstance(args, list) else "fit")) from error
+        data = self.config[self.config.subcommand].data
+        data.path = data_file(Path(data.path))
 
     def before_instantiate_classes(self) -> None:
         """Open the run's folder before anything heavy is loaded."""

@@ -38,6 +38,9 @@ COMMANDS = {
     "prepare stats": Command(
         "dspark_train.cli.prepare:stats", "lengths, masks, anchors, drops, cost of an epoch", "Data"
     ),
+    "recipes": Command("dspark_train.cli.recipes:recipes", "the recipes in the package", "Training"),
+    "recipes show": Command("dspark_train.cli.recipes:show", "print one", "Training"),
+    "recipes copy": Command("dspark_train.cli.recipes:copy", "copy one, to be changed", "Training"),
     "plan": Command(
         "dspark_train.cli.plan:main",
         "what a recipe will need, from configs alone",
@@ -81,6 +84,7 @@ COMMANDS = {
     "serve-check": Command(
         "dspark_train.cli.serve_check:serve_check", "measured against served acceptance", "Exchange"
     ),
+    "doctor": Command("dspark_train.cli.doctor:doctor", "what is here, and what would stop a run", "Help"),
 }
 """Every command, in the order of the help."""
 
@@ -104,7 +108,7 @@ def usage() -> str:
         lines += [
             f"  {name:<14} {command.summary}" for name, command in COMMANDS.items() if command.group == group
         ]
-    lines += ["", "Start with:  python -m dspark_train fit --config configs/quickstart.yaml"]
+    lines += ["", "Start with:  python -m dspark_train fit --config quickstart"]
     return "\n".join(lines)
 
 

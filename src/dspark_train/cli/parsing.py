@@ -54,16 +54,26 @@ def explain(error: argparse.ArgumentError, parser: jsonargparse.ArgumentParser) 
     return UserError(re.sub(r"Not of type \w+: ", "", text.replace('Parser key "', 'key "')))
 
 
-def configs_first(words: Sequence[str]) -> list[str]:
-    """A command line with its ``--config`` files first, so that every flag wins over them."""
+def configs_first(words: Sequence[str], recipes: str = "configs") -> list[str]:
+    """A command line with its ``--config`` files first, so that every flag wins over them.
+
+    Args:
+        words: after the command's name.
+        recipes: folder of the package's recipes (:mod:`dspark_train.cli.recipes`) whose names stand for files.
+    """
+    from dspark_train.cli.recipes import config_file
+
     files: list[str] = []
     rest: list[str] = []
     left = iter(words)
     for word in left:
-        if word == "--config":
-            files += [word, *(value for value in [next(left, None)] if value is not None)]
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            rest.append(word)
+        elif equals or (value := next(left, "")):
+            files += [name, config_file(value, recipes)]
         else:
-            (files if word.startswith("--config=") else rest).append(word)
+            files.append(name)
     return files + rest
 
 
@@ -99,8 +109,9 @@ def run_command(function: Callable[..., None], arguments: Sequence[str], name: s
         UserError: the arguments do not fit.
     """
     parser = command_parser(function, name)
+    recipes = "data_prep" if name.startswith("prepare") else "configs"
     try:
-        parsed = parser.parse_args(_in_place(configs_first(arguments), options_of(function)))
+        parsed = parser.parse_args(_in_place(configs_first(arguments, recipes), options_of(function)))
     except argparse.ArgumentError as error:
         raise explain(error, parser) from error
     function(_made(function, parser, parsed))

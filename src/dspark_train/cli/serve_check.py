@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -83,6 +84,9 @@ def serve_check(options: ServeCheckOptions) -> None:
         print(f"this project decoded in {kind}; name the server's dtype with --dtype where it is another")
     path = options.output or options.run / "serve_check.json"
     path.write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
+    if comparison.other_positions is not None:
+        print(f"error: {comparison.other_positions}", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def read_prompts(path: Path, run: Run) -> list[list[int]]:

@@ -96,6 +96,14 @@ class Manifest:
     clock: str = ""
     """Time that the chat template showed, where it shows one."""
 
+    def losses(self) -> str:
+        """How many conversations gave nothing to train on, and why; empty where all did."""
+        reasons = Counter(self.errors) + Counter(self.dropped)
+        if not reasons:
+            return ""
+        told = ", ".join(f"{reason}: {count:,}" for reason, count in reasons.most_common())
+        return f"{sum(reasons.values()):,} of {self.conversations:,} conversations are left out ({told})"
+
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest of a finished set; raise UserError for anything else."""

@@ -19,6 +19,8 @@ from dspark_train.data.sampler import GlobalBatchSampler, MicroBatch, Validation
 from dspark_train.data.tokenize import tokenizer_fingerprint
 from dspark_train.errors import UserError
 from dspark_train.files import cache_folder, file_digest
+from dspark_train.progress import say
+from dspark_train.progress import stage as shown_stage
 from dspark_train.structures import TokenBatch, TrainingBatch
 
 
@@ -256,17 +258,25 @@ class DSparkDataModule(LightningDataModule):
         else:
             manifest = new_manifest(self.path, file_digest(self.path), tokenizer, self.options, None)
             folder = (self.cache_dir or cache_folder() / "data") / manifest.fingerprint
-            prepared = (
-                PreparedSet(folder)
-                if (folder / MANIFEST).exists()
-                else build_set(self.path, folder, tokenizer, self.options)
-            )
+            if (folder / MANIFEST).exists():
+                prepared = PreparedSet(folder)
+            else:
+                with shown_stage(f"tokenizing {self.path.name}", unit="conversations") as shown:
+                    prepared = build_set(
+                        self.path,
+                        folder,
+                        tokenizer,
+                        self.options,
+                        progress=lambda done, total: shown.update(shown.done + done, total=total),
+                    )
         wish, made = self.options.template or {}, prepared.template
         if any(name not in made or made[name] != value for name, value in wish.items()):
             raise UserError(
                 f"data.template is {dict(wish)}, but the conversations of {self.path} were rendered with {made}: leave "
                 "data.template out, or prepare them again"
             )
+        if lost := prepared.manifest.losses():
+            say(f"{self.path}: {lost}")
         self.prepared = prepared
 
     def _find_tokenizer(self) -> Any:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,18 @@ class ServedComparison:
     """Completions equal, token for token."""
     identical_to_plain: int | None = None
     """The same against a server without a draft; None where none was asked."""
+
+    @property
+    def other_positions(self) -> str | None:
+        """What is wrong where the server reports another number of positions than the draft has; None if nothing."""
+        told = 0 if self.served.acceptance is None else len(self.served.acceptance.acceptance)
+        block = len(self.own.acceptance)
+        if told in (0, block) or (told < block and self.served.engine == "sglang"):
+            return None  # SGLang's histogram ends with the most that a round accepted
+        return (
+            f"the server drafts {told} tokens a round, and this draft has a block of {block}: "
+            "acceptance cannot be compared; start the server with as many speculative tokens"
+        )
 
     @property
     def largest_gap(self) -> float:
@@ -309,9 +322,9 @@ def side_by_side(comparison: ServedComparison) -> list[str]:
         f"| rounds | {theirs.rounds} | {own.rounds} |",
         f"| accepted length | {theirs.accepted_length:.4f} | {own.accepted_length:.4f} |",
     ]
-    for position, ours in enumerate(own.acceptance):
-        shown = f"{theirs.acceptance[position]:.4f}" if position < len(theirs.acceptance) else "not told"
-        lines.append(f"| acceptance up to position {position + 1} | {shown} | {ours:.4f} |")
+    for position, pair in enumerate(zip_longest(theirs.acceptance, own.acceptance)):
+        told, ours = ("not told" if share is None else f"{share:.4f}" for share in pair)
+        lines.append(f"| acceptance up to position {position + 1} | {told} | {ours} |")
     lines.append(f"| completions identical | {comparison.identical} of {comparison.prompts} | |")
     if comparison.identical_to_plain is not None:
         lines.append(

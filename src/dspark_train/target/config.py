@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dspark_train.errors import UserError
+from dspark_train.lists import Integers
 
 
 @dataclass
@@ -16,7 +17,7 @@ class TargetConfig:
     name_or_path: str = "smollm2-135m-instruct"
     """A local folder, a Hugging Face hub id, or ``smollm2-135m-instruct`` (the embedded default, from the package
     registry)."""
-    layer_ids: list[int] | None = None
+    layer_ids: Integers | None = None
     """Tapped layers, strictly increasing; ``k >= 0`` is the output of decoder layer k, -1 the embeddings. Left out:
     five, spread evenly."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

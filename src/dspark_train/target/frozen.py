@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,9 @@ class FrozenTarget:
     optimiser and sharding.
     """
 
-    def __init__(self, model: Any, layer_ids: list[int] | None = None, tokenizer: Any = None, name: str = ""):
+    def __init__(
+        self, model: Any, layer_ids: Sequence[int] | None = None, tokenizer: Any = None, name: str = ""
+    ):
         """Freeze ``model``.
 
         Args:

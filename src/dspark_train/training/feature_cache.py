@@ -88,8 +88,7 @@ def identity_of(target: FrozenTarget, storage: Storage = "exact") -> CacheIdenti
     for name, weight in sorted(_named_weights(target.model).items()):
         with gathered([weight]):
             step, values = max(1, weight.numel() // 64), weight.detach()
-            plain = not hasattr(values, "dequantize") or type(values) in (Tensor, torch.nn.Parameter)
-            values = values if plain else values.dequantize()  # quantised ones hold parts
+            values = values if type(values) is Tensor else values.dequantize()  # quantised ones hold parts
             sample = values.reshape(-1)[::step][:64].float().cpu().numpy()
             digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.tobytes())
     if target.quantisation is not None:
