@@ -45,11 +45,11 @@ from dspark_train.draft.recipe import DraftRecipe, build_config  # noqa: E402
 from dspark_train.structures import Blocks, TokenBatch, TrainingBatch  # noqa: E402
 from dspark_train.target.config import TargetConfig  # noqa: E402
 from dspark_train.target.frozen import FrozenTarget  # noqa: E402
+from dspark_train.training.costs import peak_rate  # noqa: E402
 from dspark_train.training.feature_cache import FeatureCache, identity_of  # noqa: E402
 from dspark_train.training.module import DSparkModule  # noqa: E402
 from dspark_train.training.objective import fused_objective  # noqa: E402
 from dspark_train.training.optimizer import OptimizerConfig  # noqa: E402
-from dspark_train.training.plan import GPUS  # noqa: E402
 from dspark_train.training.reference import row_losses  # noqa: E402
 from dspark_train.training.terms import ObjectiveConfig  # noqa: E402
 
@@ -266,10 +266,9 @@ def training(shapes: Shapes, device: torch.device) -> dict[str, Any]:
         "planned MiB": measured["plan"] / 2**20,
     }
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device).lower()
-        known = next((peak for gpu, (peak, _) in GPUS.items() if gpu.split("-")[0] in name), None)
-        if known is not None:
-            found["MFU"] = measured["flops"] / measured["seconds"] / (known * 1e12)
+        peak = peak_rate(torch.cuda.get_device_name(device))
+        if peak is not None:
+            found["MFU"] = measured["flops"] / measured["seconds"] / peak
         activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profile:
             step_benchmark.measure(target, recipe_of(shapes), *sizes, False, steps=1, mixed=mixed)

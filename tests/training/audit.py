@@ -174,7 +174,9 @@ def audit(blocking: bool) -> dict[str, list[str]]:
             loss, terms = module.compute(prepared)
             metrics.update(terms)
             monitor.on_before_backward(trainer, module, loss)  # type: ignore[arg-type]
-            monitor.on_before_optimizer_step(trainer, module, None)  # type: ignore[arg-type]
+            for parameter in module.draft.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            module.on_before_optimizer_step(SimpleNamespace())
             monitor.on_train_batch_end(trainer, module, loss, prepared, 0)  # type: ignore[arg-type]
             shown.on_train_batch_end(trainer, module, loss, prepared, 0)  # type: ignore[arg-type]
         assert loss.device.type == "cuda"

@@ -11,6 +11,26 @@ from dspark_train.target.cost import TargetCost
 from dspark_train.training.objective import objective_bytes, objective_flops
 from dspark_train.training.zero_state import bucket_bytes, state_bytes
 
+GPUS = {
+    "a100-40gb": (312.0, 40),
+    "a100-80gb": (312.0, 80),
+    "h100": (989.0, 80),
+    "h200": (989.0, 141),
+    "b200": (2250.0, 180),
+    "l40s": (362.0, 48),
+    "rtx-4090": (165.0, 24),
+    "rtx-5090": (210.0, 32),
+    "mi300x": (1307.0, 192),
+}
+"""Dense bf16 TFLOP/s and memory in GB, from the vendors' data sheets."""
+
+
+def peak_rate(name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by the name that its driver gives; None where it is not known."""
+    words = name.lower()
+    found = [gpu for gpu in GPUS if all(part in words for part in gpu.split("-"))]
+    return GPUS[found[0]][0] * 1e12 if found else None
+
 
 @dataclass(frozen=True)
 class StepCost:

@@ -25,7 +25,13 @@ from dspark_train.structures import Blocks, TargetStates, TensorStruct, TokenBat
 from dspark_train.target.config import TargetConfig
 from dspark_train.target.frozen import FrozenTarget
 from dspark_train.training.objective import fused_objective
-from dspark_train.training.optimizer import OptimizerConfig, Schedule, build_optimizer, iterations_of
+from dspark_train.training.optimizer import (
+    OptimizerConfig,
+    Schedule,
+    build_optimizer,
+    iterations_of,
+    skip_where_not_finite,
+)
 from dspark_train.training.starting import gather_samples
 from dspark_train.training.states import LiveStates, StateSource
 from dspark_train.training.strategy import gather_objects, loss_scale
@@ -37,6 +43,7 @@ from dspark_train.training.terms import (
     collect_terms,
     confidence_rows,
 )
+from dspark_train.training.zero_state import is_sharded
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,10 @@ class DSparkModule(LightningModule):
         )
         self._sums = {stage: self._new_metrics() for stage in ("train", "val")}
         self._logged_step = 0
+        self.gradient_norm: Tensor | None = None
+        """Of the last step, before clipping; None under ZeRO."""
+        self.skipped_steps: Tensor | float = 0.0
+        """Steps of this process that were left out, their gradients not being finite."""
 
     # -- what is loaded, and when ---------------------------------------------------------------------------------
 
@@ -277,6 +288,13 @@ class DSparkModule(LightningModule):
         loss, terms = self.compute(prepared)
         self.metrics("train").update(terms)
         return loss * loss_scale(self.trainer)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Look at the gradients: a step that is not finite is skipped and counted (ZeRO looks at its own)."""
+        gradients = [parameter.grad for parameter in self.draft.parameters() if parameter.grad is not None]
+        if gradients and not is_sharded(self.draft):
+            self.gradient_norm, skipped = skip_where_not_finite(optimizer, gradients)
+            self.skipped_steps = self.skipped_steps + skipped
 
     def validation_step(self, prepared: PreparedBatch, batch_idx: int) -> None:
         """The same terms on validation conversations, with fixed anchors."""

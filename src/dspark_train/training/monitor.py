@@ -11,6 +11,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from dspark_train.data.load import Load
+from dspark_train.target.cost import TargetCost
+from dspark_train.training.costs import StepCost, peak_rate
+from dspark_train.training.feature_cache import FeatureCache
+
 PARTS = ("data", "target", "draft", "objective", "backward", "optimizer")
 """Parts of a step, in their order: each lasts from the end of the part before it."""
 
@@ -56,8 +61,10 @@ class StepClock:
 
 class StepMonitor(Callback):
     """Logs, at every logging step: ``tokens_per_second`` (all ranks), ``seconds_per_step``, ``lr``,
-    ``grad_norm`` (before clipping), ``memory_gib`` (peak of the GPU, or of the process), and ``time/<part>``, the share
-    of each part of a step.
+    ``grad_norm`` (before clipping), ``skipped_steps`` (so far, their gradients not being finite), ``memory_gib`` (peak
+    of the GPU, or of the process), ``tflops`` (per second and rank), ``mfu`` (their share of the GPU's peak, where it
+    is known), ``compiled_graphs`` (so far), and ``time/<part>``, the share of each part of a step: ``time/data`` is
+    the wait for data.
 
     Nothing here synchronises with a GPU outside logging steps.
     """
@@ -65,7 +72,8 @@ class StepMonitor(Callback):
     def __init__(self) -> None:
         self._clock: StepClock | None = None
         self._tokens: Tensor | int = 0
-        self._grad_norm: Tensor | float | None = None
+        self._cost: StepCost | None = None
+        self._flops = 0.0
         self._handles: list[Any] = []
         self._logged_step = 0
 
@@ -74,6 +82,7 @@ class StepMonitor(Callback):
         self._clock = StepClock(pl_module.device)
         self._logged_step = trainer.global_step
         draft: Any = pl_module.draft
+        self._cost = cost_of(pl_module)
         self._handles = [
             draft.register_forward_pre_hook(lambda *_: self._mark("target")),
             draft.register_forward_hook(lambda *_: self._mark("draft")),
@@ -106,6 +115,8 @@ class StepMonitor(Callback):
         """The batch is here."""
         self._mark("data")
         self._tokens = self._tokens + batch.batch.tokens.lengths.sum()
+        if self._cost is not None:
+            self._flops += sum(self._cost.flops(load_of(batch)).values())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The loss is known."""
@@ -119,12 +130,6 @@ class StepMonitor(Callback):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         return step % every == 0 and step != self._logged_step
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The gradient norm, at logging steps (ZeRO computes its own)."""
-        if self._is_due(trainer.global_step + 1, trainer):
-            grads = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-            self._grad_norm = torch.nn.utils.get_total_norm(grads) if grads else None
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -133,9 +138,10 @@ class StepMonitor(Callback):
         if not self._is_due(trainer.global_step, trainer) or self._clock is None:
             return
         steps, self._logged_step = trainer.global_step - self._logged_step, trainer.global_step
-        engine: Any = trainer.model
-        if self._grad_norm is None and hasattr(engine, "get_global_grad_norm"):
-            self._grad_norm = engine.get_global_grad_norm()
+        engine, module = trainer.model, pl_module
+        norm: Any = module.gradient_norm
+        if norm is None and hasattr(engine, "get_global_grad_norm"):
+            norm = engine.get_global_grad_norm()
         seconds = self._clock.read()
         total = max(sum(seconds.values()), 1e-9)
         values: dict[str, float] = {
@@ -144,12 +150,33 @@ class StepMonitor(Callback):
             "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
             "memory_gib": peak_memory(pl_module.device) / 2**30,
         }
-        if self._grad_norm is not None:
-            values["grad_norm"] = float(self._grad_norm)
+        if norm is not None:
+            values |= {"grad_norm": float(norm), "skipped_steps": float(module.skipped_steps)}
+        if self._cost is not None:
+            values["tflops"] = self._flops / total / 1e12
+            peak = peak_rate(torch.cuda.get_device_name(module.device)) if self._clock.on_gpu else None
+            if peak is not None:
+                values["mfu"] = self._flops / total / peak
+        values["compiled_graphs"] = float(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         values |= {f"time/{part}": value / total for part, value in seconds.items()}
-        self._tokens, self._grad_norm = 0, None
+        self._tokens, self._flops = 0, 0.0
         for name, value in values.items():
             pl_module.log(name, value, prog_bar=name == "tokens_per_second", rank_zero_only=False)
+
+
+def load_of(batch: Any) -> Load:
+    """What a micro-batch holds, from its shapes alone."""
+    tokens, blocks, rows = batch.batch.tokens.input_ids, batch.batch.blocks.anchor, batch.rows
+    return Load(tokens.shape[0], tokens.numel(), blocks.numel(), rows.slot.numel(), rows.position.numel())
+
+
+def cost_of(module: Any) -> StepCost | None:
+    """What a step of ``module`` costs; None where its parameters are shared out, and cannot be counted."""
+    target, draft = module.target, module.draft
+    if any(hasattr(one, "ds_id") for part in (target.model, draft) for one in part.parameters()):
+        return None
+    cached = isinstance(module.source, FeatureCache)
+    return StepCost(TargetCost.of(target.model), draft, None, False, target.dtype.itemsize, cached=cached)
 
 
 def peak_memory(device: torch.device) -> int:

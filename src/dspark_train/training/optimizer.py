@@ -46,6 +46,8 @@ class Muon(TorchMuon):
     """
 
     iterations: torch.dtype = torch.bfloat16
+    found_inf: Tensor | None = None
+    """1 where the gradients are not finite: they then count as zero."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -62,8 +64,11 @@ class Muon(TorchMuon):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 momentum, beta = state["momentum_buffer"], group["momentum"]
-                momentum.lerp_(parameter.grad, 1 - beta)
-                update = parameter.grad.lerp(momentum, beta) if group["nesterov"] else momentum
+                gradient = parameter.grad
+                if self.found_inf is not None:
+                    gradient = torch.where(self.found_inf > 0, 0.0, gradient)
+                momentum.lerp_(gradient, 1 - beta)
+                update = gradient.lerp(momentum, beta) if group["nesterov"] else momentum
                 update = orthogonalise(
                     update, group["ns_coefficients"], group["ns_steps"], group["eps"], self.iterations
                 )
@@ -97,6 +102,25 @@ def orthogonalise(
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)
+
+
+def skip_where_not_finite(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Make the next step leave the weights alone if a gradient is not finite; nothing waits for a GPU to know.
+
+    Fused AdamW reads ``found_inf``, as it does under a gradient scaler, and makes no step.
+
+    Args:
+        optimizer: with fused AdamW in it, or other ones that know ``found_inf``.
+        gradients: of all parameters.
+
+    Returns:
+        The gradients' norm, and 1 where the step is skipped, else 0; both fp32 scalars on their device.
+    """
+    norm = torch.nn.utils.get_total_norm(gradients)
+    skipped = (~norm.isfinite()).float()
+    for part in getattr(optimizer, "parts", [optimizer]):
+        part.found_inf = skipped
+    return norm, skipped
 
 
 class MuonAdamW(Optimizer):

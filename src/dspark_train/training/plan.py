@@ -21,21 +21,9 @@ from dspark_train.machine import DTYPES
 from dspark_train.target.config import TargetConfig, text_config
 from dspark_train.target.cost import TargetCost
 from dspark_train.target.frozen import choose_form
-from dspark_train.training.costs import StepCost
+from dspark_train.training.costs import GPUS, StepCost
 from dspark_train.training.feature_cache import bytes_per_token
 
-GPUS = {
-    "a100-40gb": (312.0, 40),
-    "a100-80gb": (312.0, 80),
-    "h100": (989.0, 80),
-    "h200": (989.0, 141),
-    "b200": (2250.0, 180),
-    "l40s": (362.0, 48),
-    "rtx-4090": (165.0, 24),
-    "rtx-5090": (210.0, 32),
-    "mi300x": (1307.0, 192),
-}
-"""Dense bf16 TFLOP/s and memory in GB, from the vendors' data sheets."""
 ASSUMED_SAMPLES = 1_000_000
 """Training sequences of a recipe whose data are not prepared yet: about what the paper trains on."""
 LENGTHS = (1024, 4096, 16_384, 32_768)
