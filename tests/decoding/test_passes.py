@@ -208,3 +208,10 @@ def test_a_draft_for_any_target_is_lossless(kind: str) -> None:
     result = generate(target, draft, prompts, max_new_tokens=12, stop_token_ids=[], batch_size=2)
     assert result.tokens == [own_greedy(target.model, prompt, 12) for prompt in prompts]
     assert result.trace.accepted.sum() < result.trace.verify_length.sum()
+
+
+def test_prompts_with_images_are_refused() -> None:
+    target = tiny_target()
+    target.model.config.image_token_id = 90
+    with pytest.raises(UserError, match="prompt 1 has token 90, which stands for an image"):
+        generate(target, None, [[5], [5, 90, 6]])

@@ -166,6 +166,11 @@ class Decoder:
                 raise UserError(f"prompt {index} is empty: it needs at least one token")
             if min(ids) < 0 or max(ids) >= self.target.vocab_size:
                 raise UserError(f"prompt {index} has token ids outside 0..{self.target.vocab_size - 1}")
+            if media := self.target.media_tokens.intersection(ids):
+                raise UserError(
+                    f"prompt {index} has token {min(media)}, which stands for an image, a video or sound: only text is "
+                    "decoded here"
+                )
             if limit < 1:
                 raise UserError(f"max_new_tokens {limit} of prompt {index} must be at least 1")
             if context is not None and len(ids) >= context:

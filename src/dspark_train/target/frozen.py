@@ -272,6 +272,13 @@ class FrozenTarget:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
+    def media_tokens(self) -> set[int]:
+        """Ids that stand for an image, a video or sound in a multimodal model's text."""
+        fields = vars(self.model.config).items()
+        named = [f"{medium}_token_{end}" for medium in ("image", "video", "audio") for end in ("id", "index")]
+        return {value for name, value in fields if name in named and isinstance(value, int)}
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
         return self._head.device
