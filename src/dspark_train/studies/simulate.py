@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.calibration.online import OnlineSts
-from dspark_train.calibration.sts import conditional
+from dspark_train.calibration.sts import Sts, conditional
 from dspark_train.decoding.acceptance import require_rounds
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
@@ -114,7 +114,7 @@ class Replay:
     def __init__(
         self,
         trace: DecodingTrace,
-        sts: Sequence[float] | OnlineSts | None,
+        sts: Sts | OnlineSts | None,
         slots: int,
         *,
         endless: bool = True,
@@ -238,7 +238,7 @@ def simulate_point(
     named: NamedPolicy,
     requests: int,
     *,
-    sts: Sequence[float] | None = None,
+    sts: Sts | None = None,
     steps: int | None = None,
 ) -> LoadPoint:
     """Simulate ``requests`` concurrent requests under one policy; a request that ends is replaced at once.
@@ -271,7 +271,7 @@ def simulate_queue(
     policy: Policy | None,
     batch_size: int,
     *,
-    sts: Sequence[float] | None = None,
+    sts: Sts | None = None,
 ) -> tuple[int, float, int]:
     """Predict the decoding of just the recorded requests, ``batch_size`` at once.
 
@@ -354,7 +354,7 @@ def simulate(
     policies: Sequence[NamedPolicy],
     requests: Sequence[int] = REQUESTS,
     *,
-    sts: Sequence[float] | None = None,
+    sts: Sts | None = None,
     steps: int | None = None,
 ) -> dict[str, list[LoadPoint]]:
     """Simulate every policy at every number of concurrent requests; arguments as :func:`simulate_point`.
