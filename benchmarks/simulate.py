@@ -22,6 +22,7 @@ import jsonargparse
 import torch
 
 from dspark_train.calibration.io import read_sts
+from dspark_train.calibration.sts import Sts
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.decoder import Decoder
 from dspark_train.decoding.measure import interleave
@@ -88,7 +89,7 @@ class Serving:
         arrivals: list[float],
         slots: int,
         limit: int,
-        sts: list[float] | None,
+        sts: Sts | None,
     ) -> None:
         self.named, self.arrivals, self.slots, self.sts = named, arrivals, slots, sts
         plain = named.policy is None
@@ -177,7 +178,7 @@ def compare(
     load: int,
     limit: int,
     threshold: float,
-    sts: list[float] | None,
+    sts: Sts | None,
     effect: CutEffect | None,
     recorded: Recorded,
     turn: int,

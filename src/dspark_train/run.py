@@ -254,7 +254,7 @@ class Run:
 
     @property
     def confidence_shift(self) -> float:
-        """How far calibration has moved the bias of the draft's confidence head since training."""
+        """How far an earlier version's calibration has moved the bias of the draft's confidence head; else 0."""
         return float(self.facts.get("confidence_shift", 0.0))
 
     @cached_property
@@ -416,6 +416,11 @@ class Run:
                 first way of sampling that was calibrated.
         """
         return self.path / (f"calibration_{label}.json" if label else STS_FILE)
+
+    @property
+    def sts_paths(self) -> list[Path]:
+        """Files of all confidence scalings, that for engines among them."""
+        return [*sorted(self.path.glob("calibration_[gt]*.json")), *filter(Path.is_file, [self.sts_path()])]
 
     @property
     def calibration_report_path(self) -> Path:

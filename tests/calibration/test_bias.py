@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dspark_train.calibration.bias import fit_shift, shifted
-from dspark_train.calibration.fit import calibrate_traces, choose_shift
+from dspark_train.calibration.fit import calibrate_traces, fit_scalings
+from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.calibration.selection import reached_slots
 
 
@@ -33,8 +34,7 @@ def test_one_sided_rounds_give_a_finite_shift(trace, accepted):
     assert math.isfinite(found(rounds))
 
 
-def test_no_rounds_no_shift(trace):
-    assert choose_shift(trace(0, [1.0], 1)) == 0.0
+def test_nothing_reached_no_shift():
     nothing = torch.zeros(4, 3)
     assert fit_shift(nothing, nothing.bool(), nothing.bool()) == 0.0
 
@@ -43,16 +43,28 @@ def test_a_shift_mends_what_temperatures_cannot(trace):
     """Confidences around one half, all too high: no temperature lowers them together."""
     options = {"shift": 0.4, "centre": -0.2}
     fit, heldout = (trace(8000, [1.0] * 3, seed, **options) for seed in (1, 2))
-    shift = choose_shift(fit)
-    assert shift == pytest.approx(-0.4, abs=0.1)
-    without, mended = calibrate_traces(fit, heldout), calibrate_traces(fit, heldout, shift)
+    without, mended = calibrate_traces(fit, heldout, bias=False), calibrate_traces(fit, heldout)
+    assert mended.fitted.best.bias == pytest.approx(-0.4, abs=0.1)
+    assert without.fitted.with_bias is None
     assert mended.heldout.before.mean_ece == without.heldout.before.mean_ece
-    assert mended.heldout.after.mean_ece < 0.6 * without.heldout.after.mean_ece
+    # what temperatures gain alone is told apart from what the bias adds
+    assert mended.heldout.sts.mean_ece == without.heldout.after.mean_ece == without.heldout.sts.mean_ece
+    assert mended.heldout.after.mean_ece < 0.6 * mended.heldout.sts.mean_ece
+
+
+def test_the_bias_of_one_sampling_is_no_help_under_another(trace):
+    """Honest at temperature 1, over-confident in greedy decoding: the greedy bias would spoil temperature 1."""
+    greedy = [trace(8000, [1.0] * 3, seed, shift=0.4, centre=-0.2, sampling=0.0) for seed in (1, 2)]
+    sampled = [trace(8000, [1.0] * 3, seed, centre=-0.2) for seed in (3, 4)]
+    for_greedy, for_sampled = calibrate_traces(*greedy), calibrate_traces(*sampled)
+    right = measure_reliability(sampled[1], for_sampled.fitted.best).mean_ece
+    assert right < 0.015
+    assert measure_reliability(sampled[1], for_greedy.fitted.best).mean_ece > 2 * right
 
 
 def test_honest_confidences_are_left_alone_or_nearly(trace):
     fit = trace(8000, [1.0] * 3, 4)
-    assert abs(choose_shift(fit)) < 0.08
+    assert abs(fit_scalings(fit).best.bias) < 0.08
 
 
 def test_shifted_rounds_differ_in_their_logits_only(trace):

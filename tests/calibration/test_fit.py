@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dspark_train.calibration.fit import calibrate_traces, write_report
-from dspark_train.calibration.io import Calibration
+from dspark_train.calibration.io import Calibration, Sampling
 from dspark_train.calibration.reliability import measure_reliability
 from dspark_train.calibration.selection import split_by_domain, verified_slots
 from dspark_train.errors import UserError
@@ -28,7 +28,7 @@ def test_report_before_and_after(result):
     assert result.heldout.rounds == 6000
     assert result.heldout.before.mean_ece > 0.05
     assert result.heldout.after.mean_ece < 0.03
-    assert result.fit_ece_after <= result.fit_ece_before
+    assert result.fitted.ece <= result.fit_ece_before
     # one positive temperature per position keeps the order at the first position, and so its AUC
     assert result.heldout.after.auc[0] == pytest.approx(result.heldout.before.auc[0], abs=1e-4)
     assert all(
@@ -61,11 +61,13 @@ def test_only_verified_slots_count(trace):
 
 
 def test_json_is_plain(result, tmp_path):
-    other = dataclasses.replace(result, sampling_temperature=0.0)
+    other = dataclasses.replace(result, sampling=Sampling(0.0))
     write_report(tmp_path / "calibration_report.json", [result, other])
     content = json.loads((tmp_path / "calibration_report.json").read_text())
     assert len(content["ece_before"]) == len(content["ece_after"]) == len(content["temperatures"]) == 3
-    assert content["mean_ece_after"] == pytest.approx(sum(content["ece_after"]) / 3)
+    for way in ("before", "sts", "after"):
+        assert content[f"mean_ece_{way}"] == pytest.approx(sum(content[f"ece_{way}"]) / 3)
+        assert len(content[f"noise_{way}"]) == 3
     assert sum(b["count"] for b in content["bins_before"][0]) == content["rounds"] == 6000
     assert content["domains"]["code"]["rounds"] == 3000
     assert [other["sampling_temperature"] for other in content["others"]] == [0.0]
@@ -80,8 +82,10 @@ def test_json_of_a_perfect_draft_has_null_instead_of_nan(trace, tmp_path):
 def test_calibration_file_of_a_result(result, tmp_path):
     result.calibration("prompts of the run").save(tmp_path / "calibration.json")
     loaded = Calibration.load(tmp_path / "calibration.json", block_size=3)
-    assert loaded.temperatures == result.sts
-    assert loaded.ece_after == result.heldout.after.mean_ece
+    assert loaded.temperatures == result.fitted.alone.temperatures
+    assert loaded.ece_after == result.heldout.sts.mean_ece
+    assert loaded.scalings == result.fitted.best
+    assert loaded.sampling == Sampling(1.0)
     assert loaded.num_samples == 6000
 
 

@@ -1,9 +1,11 @@
+import dataclasses
+
 import pytest
 import torch
 
 from dspark_train.calibration.online import OnlineSts
 from dspark_train.calibration.reliability import measure_reliability
-from dspark_train.calibration.sts import fit_sts
+from dspark_train.calibration.sts import Scalings, fit_sts
 from dspark_train.errors import UserError
 
 CODE = {"temperatures": [2.0] * 5, "centre": 1.5}
@@ -25,7 +27,7 @@ def test_follows_a_drift_that_frozen_temperatures_do_not(trace):
             # on a large sample of the same traffic, so that the error of a small one is not measured instead
             fresh = trace(4000, seed=1000 + step, **(CODE if step < 15 else CHAT))
             pair = (
-                measure_reliability(fresh, online.sts.tolist()),
+                measure_reliability(fresh, online.sts),
                 measure_reliability(fresh, frozen.tolist()),
             )
             errors["code" if step < 15 else "chat"].append([side.mean_ece for side in pair])
@@ -55,7 +57,7 @@ def test_more_rounds_at_once_than_the_window_holds(trace):
     whole, tail = OnlineSts([1.0] * 5, window=100), OnlineSts([1.0] * 5, window=100)
     feed(whole, rounds)
     tail.update(rounds.confidence_logits[-100:], rounds.verify_length[-100:], rounds.accepted[-100:])
-    torch.testing.assert_close(whole.sts, tail.sts)
+    assert whole.sts == tail.sts
 
 
 def test_unverified_slots_teach_nothing(trace):
@@ -64,16 +66,16 @@ def test_unverified_slots_teach_nothing(trace):
     one = torch.ones_like(rounds.verify_length)
     online = OnlineSts([1.0] * 5, window=2000)
     online.update(rounds.confidence_logits, one, rounds.accepted.minimum(one))
-    assert online.sts[0] > 1.7
+    assert online.sts.temperatures[0] > 1.7
     # expected is σ at the start, but running starts from a fitted first slot: later ones may only follow that
-    assert ((online.sts[1:] > 0.5) & (online.sts[1:] < 2)).all()
+    assert all(0.5 < value < 2 for value in online.sts.temperatures[1:])
 
 
 def test_few_rounds_change_little(trace):
     rounds = trace(20, seed=4, **CODE)
     online = OnlineSts([1.0] * 5, refit_every=1, prior_rounds=2000)
     feed(online, rounds)
-    assert ((online.sts > 0.8) & (online.sts < 1.25)).all()
+    assert all(0.8 < value < 1.25 for value in online.sts.temperatures)
 
 
 def test_bad_settings():
@@ -81,3 +83,13 @@ def test_bad_settings():
         OnlineSts([1.0], window=0)
     with pytest.raises(UserError, match="above 0"):
         OnlineSts([0.0])
+
+
+def test_a_bias_goes_along(trace):
+    """Temperatures that follow are those of the shifted logits; the bias itself stays."""
+    rounds = trace(2000, seed=6, **CODE)
+    plain, biased = OnlineSts([1.0] * 5), OnlineSts(Scalings((1.0,) * 5, -0.5))
+    for online, shift in ((plain, 0.0), (biased, 0.5)):
+        feed(online, dataclasses.replace(rounds, confidence_logits=rounds.confidence_logits + shift))
+    assert biased.sts.temperatures == pytest.approx(plain.sts.temperatures, rel=0.1)
+    assert biased.sts.bias == -0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dspark_train.calibration.fit import calibrate_traces, write_report
+from dspark_train.calibration.io import Calibration, WithBias
+from dspark_train.calibration.sts import Scalings
 from dspark_train.cli.main import run as command_line
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.errors import UserError
@@ -196,7 +199,10 @@ def test_one_temperature_is_folded_and_its_cost_is_said(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command_line(["export", str(run), "--fold_temperature", "true", "--output", str(run / "folded")])
-    printed, cost = capsys.readouterr().out, single_temperature(Run(run))
+    printed, cost = (
+        capsys.readouterr().out,
+        single_temperature(Run(run), Calibration.load(run / "calibration.json")),
+    )
     assert cost.temperature == pytest.approx(3.0, rel=0.25)
     assert cost.ece_single < cost.ece_raw / 2
     assert cost.sentence() in printed
@@ -214,8 +220,34 @@ def test_one_temperature_is_folded_and_its_cost_is_said(
         command_line(["export", str(run), "--fold_temperature", "true"])
 
 
+def test_a_bias_is_folded_into_a_copy_for_its_own_sampling(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = Calibration.load(run / "calibration.json")
+    with_bias = WithBias(-0.75, (2.0, 2.1, 2.2, 2.3), 0.01)
+    dataclasses.replace(held, with_bias=with_bias).save(run / "calibration_greedy.json")
+    trained = (run / "draft" / "model.safetensors").read_bytes()
+    line = ["export", str(run), "--temperature", "0", "--fold_bias", "true", "--output", str(run / "folded")]
+    command_line(line)
+    printed, written = capsys.readouterr().out, Calibration.load(run / "folded" / "calibration.json")
+    assert "a bias of -0.75 is added to the confidence head; it holds for greedy decoding alone" in printed
+    assert (written.temperatures, written.folded_bias) == (with_bias.temperatures, -0.75)
+    assert written.with_bias is None
+    assert "the bias of -0.750 in these weights" in (run / "folded" / "README.md").read_text()
+    assert (run / "draft" / "model.safetensors").read_bytes() == trained
+    folded, raw = DSparkDraft.load(run / "folded"), DSparkDraft.load(run / "draft")
+    moved = folded.confidence_head.proj.bias - raw.confidence_head.proj.bias
+    assert moved.item() == pytest.approx(-0.75, abs=1e-6)
+    assert torch.equal(folded.confidence_head.proj.weight, raw.confidence_head.proj.weight)
+    with pytest.raises(UserError, match=r"not calibrated for t1.0_k20"):
+        command_line(["export", str(run), "--temperature", "1", "--top_k", "20"])
+    dataclasses.replace(held, with_bias=None).save(run / "calibration.json")
+    with pytest.raises(UserError, match="holds no bias"):
+        command_line(["export", str(run), "--fold_bias", "true"])
+
+
 def test_one_temperature_is_1_where_confidences_are_right() -> None:
-    found = fit_single(trace(3, temperature=1.0), trace(4, temperature=1.0), (1.0, 1.0, 1.0, 1.0))
+    found = fit_single(trace(3, temperature=1.0), trace(4, temperature=1.0), Scalings((1.0,) * 4))
     assert found.temperature == pytest.approx(1.0, rel=0.25)
     assert found.ece_raw == pytest.approx(found.ece_sequential)
 

@@ -142,7 +142,7 @@ def test_every_policy_and_batch(policy: str, batch_size: int, wrong: float, grap
 def check_trace(result: GenerationResult, prompts: list[list[int]], wrong: float) -> None:
     """The trace adds up to the output."""
     trace = result.trace
-    assert result.timings.rows == int(trace.verify_length.sum()) + len(trace.request)
+    assert result.timings.rows == int(trace.uncut.verify_length.sum()) + len(trace.request)
     for index, (prompt, tokens) in enumerate(zip(prompts, result.tokens, strict=True)):
         mine = trace.request == index
         assert int(trace.committed[mine].sum()) == len(tokens) - 1
@@ -200,7 +200,7 @@ def test_online_scalings_follow_and_change_no_token() -> None:
     draft = tiny_draft(target_of("llama"))
     result = generate(target_of("llama"), draft, prompts, max_new_tokens=limits, sts=online, **settings)
     assert result.tokens == answers
-    assert online.sts.tolist() != [1.0] * 4
+    assert online.sts.temperatures != (1.0,) * 4
     with pytest.raises(UserError, match="whole blocks"):
         generate(target_of("llama"), draft, [[4]], sts=online, policy=FixedLength(2))
 

@@ -147,7 +147,9 @@ def test_a_figure_with_one_point_is_left_out_and_its_numbers_are_kept(thresholds
 
 def test_reliability_of_every_position_in_a_file(tmp_path: Path) -> None:
     result = calibrate_traces(make_trace(0), make_trace(1))
-    study = ReliabilityStudy.of(result.heldout, **(OF | {"temperatures": list(result.sts)}))
+    study = ReliabilityStudy.of(
+        result.heldout, **(OF | {"temperatures": list(result.fitted.best.temperatures)})
+    )
     figures.save_reliability(tmp_path / "reliability.png", study)
     assert (tmp_path / "reliability.png").stat().st_size > 10_000
     squares = figures.reliability(study)

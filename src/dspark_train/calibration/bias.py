@@ -2,8 +2,8 @@
 
 A draft is accepted more on the conversations that it was trained on than on others, and its confidence head, trained
 on the same ones, believes it. A temperature pulls confidences towards or away from one half and cannot mend that:
-a head that says 0.54 where 0.50 is accepted needs a shift. It becomes part of the draft's weights, so that every
-engine decodes with it.
+a head that says 0.54 where 0.50 is accepted needs a shift. How much is accepted depends on how is sampled, so the bias
+stands with the temperatures of one way of sampling; the draft's weights stay as trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dspark_train.structures import DecodingTrace
 if TYPE_CHECKING:
     from dspark_train.run import Run
 
-_BIAS = "confidence_head.proj.bias"
+BIAS = "confidence_head.proj.bias"
+"""Name of the confidence head's bias in a draft's weights."""
 PRIOR = 1.0
 """Observations' worth of belief that the confidences are right as they are, so that few rounds move little."""
 
@@ -63,36 +64,28 @@ def shifted(trace: DecodingTrace, shift: float) -> DecodingTrace:
     return dataclasses.replace(trace, confidence_logits=trace.confidence_logits + shift)
 
 
-def storable_shift(run: Run, shift: float) -> float:
-    """The shift nearest to ``shift`` that the dtype of a run's draft can hold.
+def restore_weights(run: Run) -> float:
+    """Take a bias that an earlier version wrote into a run's draft, and into its rounds, back out of them.
 
-    The present one where the run holds rounds but no draft.
+    Calibrations of the run hold for the moved weights, and go.
+
+    Returns:
+        The bias that was taken out; 0 where the weights are as trained.
     """
-    from safetensors import safe_open
-
-    if not run.draft_weights_path.is_file():
-        return run.confidence_shift
-    with safe_open(run.draft_weights_path, framework="pt") as file:
-        bias: Tensor = file.get_tensor(_BIAS)
-    return run.confidence_shift + float(_moved(bias, shift - run.confidence_shift).double() - bias.double())
-
-
-def move_bias(run: Run, shift: float) -> None:
-    """Give a run's draft, and every recorded round, the bias that is ``shift`` from the trained one."""
     from safetensors.torch import load_file, save_file
 
-    change = shift - run.confidence_shift
-    if not change:
-        return
-    tensors = load_file(run.draft_weights_path)
-    tensors[_BIAS] = _moved(tensors[_BIAS], change)
-    aside = run.draft_weights_path.with_suffix(".tmp")
-    save_file(tensors, str(aside), metadata={"format": "pt"})
-    aside.replace(run.draft_weights_path)
+    moved = run.confidence_shift
+    if not moved:
+        return 0.0
+    if run.draft_weights_path.is_file():
+        tensors = load_file(run.draft_weights_path)
+        tensors[BIAS] = (tensors[BIAS].double() - moved).to(tensors[BIAS].dtype)
+        aside = run.draft_weights_path.with_suffix(".tmp")
+        save_file(tensors, str(aside), metadata={"format": "pt"})
+        aside.replace(run.draft_weights_path)
     for path in run.trace_paths:
-        shifted(DecodingTrace.load(path), change).save(path)
-    run.update(confidence_shift=shift)
-
-
-def _moved(bias: Tensor, change: float) -> Tensor:
-    return (bias.double() + change).to(bias.dtype)
+        shifted(DecodingTrace.load(path), -moved).save(path)
+    for path in run.sts_paths:
+        path.unlink()
+    run.update(confidence_shift=0.0)
+    return moved

@@ -1,4 +1,4 @@
-"""Fit a shift and scalings on one trace, and say on another what they are worth."""
+"""Fit temperatures, and a bias with temperatures, on one trace, and say on another what they are worth."""
 
 from __future__ import annotations
 
@@ -9,78 +9,95 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.calibration.bias import fit_shift, shifted
-from dspark_train.calibration.io import Calibration
+from dspark_train.calibration.io import Calibration, Sampling, WithBias
 from dspark_train.calibration.metrics import DEFAULT_BINS
-from dspark_train.calibration.reliability import BeforeAfter, compare_reliability, measure_reliability, plain
+from dspark_train.calibration.reliability import ThreeWays, compare_reliability, measure_reliability, plain
 from dspark_train.calibration.selection import reached_slots, split_by_domain, verified_slots
-from dspark_train.calibration.sts import fit_sts
+from dspark_train.calibration.sts import Scalings, fit_sts
 from dspark_train.errors import UserError
-from dspark_train.run import sampling_label
 from dspark_train.structures import DecodingTrace
 
 
-def choose_shift(fit: DecodingTrace, *, bins: int = DEFAULT_BINS) -> float:
-    """What to add to the bias of the confidence head; 0 where scalings do as well on these rounds without.
+@dataclass(frozen=True)
+class Fitted:
+    """Scalings of one set of rounds."""
+
+    alone: Scalings
+    """Temperatures without a bias: sequential temperature scaling as in the paper."""
+    with_bias: Scalings | None
+    """A bias, and the temperatures that go with it; None where it gains nothing."""
+    ece: float
+    """Mean ECE that the best of them leaves on the rounds that they were fitted on."""
+
+    @property
+    def best(self) -> Scalings:
+        """With the bias, where there is one."""
+        return self.with_bias or self.alone
+
+
+def fit_scalings(fit: DecodingTrace, bias: bool = True, *, bins: int = DEFAULT_BINS) -> Fitted:
+    """Fit temperatures alone, and with a bias where that does better on these rounds.
 
     Args:
-        fit: Rounds on prompts that training never saw.
+        fit: Rounds on prompts that training never saw, at least one.
+        bias: Try one.
         bins: Equal-width bins of the ECE.
     """
-    if not len(fit.request):
-        return 0.0
-    _, as_trained = _fit(fit, bins)
-    shift = fit_shift(fit.confidence_logits, fit.prefix_accepted, reached_slots(fit))
-    _, moved = _fit(shifted(fit, shift), bins)
-    return shift if moved < as_trained else 0.0
+    alone, as_trained = _fit(fit, 0.0, bins)
+    shift = fit_shift(fit.confidence_logits, fit.prefix_accepted, reached_slots(fit)) if bias else 0.0
+    if not shift:
+        return Fitted(alone, None, as_trained)
+    moved, left = _fit(fit, shift, bins)
+    return Fitted(alone, moved, left) if left < as_trained else Fitted(alone, None, as_trained)
 
 
-def _fit(trace: DecodingTrace, bins: int) -> tuple[tuple[float, ...], float]:
-    """Scalings of these rounds, and the mean ECE that they leave on them."""
-    verified = verified_slots(trace)
-    found = fit_sts(trace.confidence_logits, trace.prefix_accepted, verified, bins=bins).tolist()
-    return tuple(found), measure_reliability(trace, found, bins=bins).mean_ece
+def _fit(trace: DecodingTrace, bias: float, bins: int) -> tuple[Scalings, float]:
+    """Temperatures of these rounds with a bias, and the mean ECE that they leave on them."""
+    logits, verified = shifted(trace, bias).confidence_logits, verified_slots(trace)
+    found = Scalings(tuple(fit_sts(logits, trace.prefix_accepted, verified, bins=bins).tolist()), bias)
+    return found, measure_reliability(trace, found, bins=bins).mean_ece
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
     """Scalings of the confidences, and their worth on held-out rounds."""
 
-    sts: tuple[float, ...]
-    """``T_1..T_γ``, applied as ``σ(logit_k / T_k)``."""
-    shift: float
-    """Added to the bias of the confidence head, so to every logit, before the scalings."""
-    sampling: str
-    """How the rounds were sampled (``sampling_label``): acceptance, and so calibration, depends on it."""
-    sampling_temperature: float
+    fitted: Fitted
+    sampling: Sampling
+    """Of the rounds: acceptance, and so calibration, depends on it."""
     fit_rounds: int
     fit_ece_before: float
     """Mean ECE on the fitting set, as trained."""
-    fit_ece_after: float
-    """And with shift and scalings."""
-    heldout: BeforeAfter
-    domains: dict[str, BeforeAfter] = field(default_factory=dict)
+    heldout: ThreeWays
+    domains: dict[str, ThreeWays] = field(default_factory=dict)
     """The held-out rounds by domain."""
 
     def calibration(self, dataset: str) -> Calibration:
         """What ``calibration.json`` holds; ECEs are means over positions on held-out rounds."""
+        best = self.fitted.with_bias
         return Calibration(
-            temperatures=self.sts,
+            temperatures=self.fitted.alone.temperatures,
             dataset=dataset,
             num_samples=self.fit_rounds,
             ece_before=self.heldout.before.mean_ece,
-            ece_after=self.heldout.after.mean_ece,
+            ece_after=self.heldout.sts.mean_ece,
+            sampling=self.sampling,
+            with_bias=None
+            if best is None
+            else WithBias(best.bias, best.temperatures, self.heldout.after.mean_ece),
         )
 
     def to_json(self) -> dict[str, Any]:
         """What ``calibration_report.json`` holds for this way of sampling."""
         return {
-            "sampling": self.sampling,
-            "sampling_temperature": self.sampling_temperature,
-            "temperatures": list(self.sts),
-            "confidence_shift": self.shift,
+            "sampling": self.sampling.label,
+            "sampling_temperature": self.sampling.temperature,
+            "temperatures": list(self.fitted.best.temperatures),
+            "temperatures_alone": list(self.fitted.alone.temperatures),
+            "bias": self.fitted.best.bias,
             "fit_rounds": self.fit_rounds,
             "fit_mean_ece_before": plain(self.fit_ece_before),
-            "fit_mean_ece_after": plain(self.fit_ece_after),
+            "fit_mean_ece_after": plain(self.fitted.ece),
             **self.heldout.to_json(),
             "domains": {name: part.to_json(with_bins=False) for name, part in self.domains.items()},
         }
@@ -89,9 +106,9 @@ class CalibrationResult:
 def calibrate_traces(
     fit: DecodingTrace,
     heldout: DecodingTrace,
-    shift: float = 0.0,
-    sampling: str | None = None,
+    sampling: Sampling | None = None,
     *,
+    bias: bool = True,
     bins: int = DEFAULT_BINS,
 ) -> CalibrationResult:
     """Fit scalings on ``fit`` and report on ``heldout``.
@@ -101,8 +118,8 @@ def calibrate_traces(
     Args:
         fit: Rounds that the scalings are fitted on.
         heldout: Rounds that they are judged on.
-        shift: Added to all logits first (:func:`choose_shift`).
         sampling: How both were sampled; None takes their temperature for all there is to it.
+        bias: Fit one too.
         bins: Equal-width bins of the ECE.
 
     Raises:
@@ -119,18 +136,16 @@ def calibrate_traces(
             raise UserError(
                 f"calibration: there are no {name} rounds; decode at least one prompt of that split"
             )
-    chosen, left = _fit(shifted(fit, shift), bins)
+    fitted = fit_scalings(fit, bias, bins=bins)
+    ways = (fitted.alone.temperatures, fitted.best)
     return CalibrationResult(
-        sts=chosen,
-        shift=shift,
-        sampling=sampling or sampling_label(fit.temperature),
-        sampling_temperature=fit.temperature,
+        fitted=fitted,
+        sampling=sampling or Sampling(fit.temperature),
         fit_rounds=len(fit.request),
         fit_ece_before=measure_reliability(fit, bins=bins).mean_ece,
-        fit_ece_after=left,
-        heldout=compare_reliability(heldout, chosen, shift, bins=bins),
+        heldout=compare_reliability(heldout, *ways, bins=bins),
         domains={
-            name: compare_reliability(part, chosen, shift, bins=bins)
+            name: compare_reliability(part, *ways, bins=bins)
             for name, part in split_by_domain(heldout).items()
         },
     )

@@ -7,12 +7,10 @@ later rounds alone and verification stays lossless; it needs memory of a fixed s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from dspark_train.calibration.sts import survival
+from dspark_train.calibration.sts import Scalings, Sts, survival
 from dspark_train.errors import UserError
 
 STEPS = torch.linspace(-3, 3, 49, dtype=torch.float64).exp2()
@@ -33,7 +31,7 @@ class OnlineSts:
 
     def __init__(
         self,
-        sts: Sequence[float],
+        sts: Sts,
         *,
         window: int = 1024,
         refit_every: int = 64,
@@ -52,9 +50,10 @@ class OnlineSts:
                 f"online scalings: window ({window}) and refit_every ({refit_every}) must be at least 1, "
                 f"prior_rounds ({prior_rounds}) at least 0"
             )
-        self.start = torch.tensor(list(sts), dtype=torch.float64)
+        given = Scalings.of(sts)
+        self.start, self.bias = torch.tensor(given.temperatures, dtype=torch.float64), given.bias
         if not bool((self.start > 0).all()):
-            raise UserError(f"online scalings: start values must be above 0, got {list(sts)}")
+            raise UserError(f"online scalings: start values must be above 0, got {list(given.temperatures)}")
         self.window, self.refit_every, self.prior_rounds = window, refit_every, prior_rounds
         self._current = self.start.clone()
         self._logits = torch.zeros(window, len(self.start), dtype=torch.float32)
@@ -63,9 +62,9 @@ class OnlineSts:
         self._seen = self._fitted_at = 0
 
     @property
-    def sts(self) -> Tensor:
-        """``[γ]`` float64: to use from now on."""
-        return self._current
+    def sts(self) -> Scalings:
+        """``[γ]`` scalings to use from now on; the bias is that of the start."""
+        return Scalings(tuple(self._current.tolist()), self.bias)
 
     def update(self, confidence_logits: Tensor, verify_length: Tensor, accepted: Tensor) -> None:
         """Remember finished rounds, and refit when enough of them have passed.
@@ -77,7 +76,7 @@ class OnlineSts:
         """
         count = min(len(accepted), self.window)
         at = (self._seen + len(accepted) - count + torch.arange(count)) % self.window
-        self._logits[at] = confidence_logits[-count:].detach().to("cpu", torch.float32)
+        self._logits[at] = confidence_logits[-count:].detach().to("cpu", torch.float32) + self.bias
         self._verified[at] = verify_length[-count:].to("cpu")
         self._accepted[at] = accepted[-count:].to("cpu")
         self._seen += len(accepted)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dspark_train.calibration.bias import shifted
 from dspark_train.calibration.metrics import (
     DEFAULT_BINS,
     ReliabilityBins,
@@ -18,7 +17,7 @@ from dspark_train.calibration.metrics import (
     roc_auc,
 )
 from dspark_train.calibration.selection import verified_slots
-from dspark_train.calibration.sts import survival
+from dspark_train.calibration.sts import Scalings, Sts, survival
 from dspark_train.structures import DecodingTrace
 
 
@@ -50,7 +49,7 @@ class Reliability:
 
 
 def measure_reliability(
-    trace: DecodingTrace, sts: Sequence[float] | None = None, *, bins: int = DEFAULT_BINS
+    trace: DecodingTrace, sts: Sts | None = None, *, bins: int = DEFAULT_BINS
 ) -> Reliability:
     """Compare survival probabilities with what was accepted.
 
@@ -73,19 +72,23 @@ def measure_reliability(
 
 
 @dataclass(frozen=True)
-class BeforeAfter:
-    """Reliability as trained and as calibrated, on the same held-out rounds."""
+class ThreeWays:
+    """Reliability as trained, with temperatures alone, and with bias and temperatures, on the same held-out rounds."""
 
     rounds: int
     before: Reliability
+    """As trained."""
+    sts: Reliability
+    """With sequential temperature scaling alone, as in the paper."""
     after: Reliability
+    """With bias and temperatures: as decoded. The same as ``sts`` where no bias was fitted."""
 
     def to_json(self, with_bins: bool = True) -> dict[str, Any]:
         """Plain lists by position; NaN becomes null."""
         content: dict[str, Any] = {"rounds": self.rounds}
-        for name, side in (("before", self.before), ("after", self.after)):
+        for name, side in (("before", self.before), ("sts", self.sts), ("after", self.after)):
             content[f"mean_ece_{name}"] = plain(side.mean_ece)
-            for key in ("ece", "brier", "bias"):
+            for key in ("ece", "brier", "bias", "noise"):
                 content[f"{key}_{name}"] = plain(getattr(side, key))
         content["mean_noise"] = plain(self.after.mean_noise)
         content["auc"] = plain(self.after.auc)
@@ -96,12 +99,11 @@ class BeforeAfter:
 
 
 def compare_reliability(
-    trace: DecodingTrace, sts: Sequence[float], shift: float = 0.0, *, bins: int = DEFAULT_BINS
-) -> BeforeAfter:
-    """Measure the reliability of rounds as they are, and with a shift and scalings."""
-    before = measure_reliability(trace, bins=bins)
-    after = measure_reliability(shifted(trace, shift), sts, bins=bins)
-    return BeforeAfter(len(trace.request), before, after)
+    trace: DecodingTrace, alone: Sequence[float] | None, best: Scalings | None, *, bins: int = DEFAULT_BINS
+) -> ThreeWays:
+    """Measure the reliability of rounds as they are, with temperatures ``alone``, and with the ``best`` scalings."""
+    before, sts, after = (measure_reliability(trace, how, bins=bins) for how in (None, alone, best))
+    return ThreeWays(len(trace.request), before, sts, after)
 
 
 def _mean(values: list[float]) -> float:

@@ -6,6 +6,7 @@ R  decoding rounds      γ  block size
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def split_by_domain(trace: DecodingTrace) -> dict[str, DecodingTrace]:
 
 def select_rounds(trace: DecodingTrace, rounds: Tensor) -> DecodingTrace:
     """The rounds chosen by a mask or by indices ``[R]``; requests keep their numbers."""
-    chosen = {
+    chosen: dict[str, Any] = {
         field.name: value[rounds]
         for field in dataclasses.fields(trace)
         if isinstance(value := getattr(trace, field.name), Tensor)

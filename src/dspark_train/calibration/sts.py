@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,12 +26,35 @@ SLACK = 0.1
 """Two ECEs of n rounds that differ by less than ``SLACK / √n`` are taken as equal: a tenth of their noise."""
 
 
-def survival(confidence_logits: Tensor, sts: Tensor | Sequence[float] | None = None) -> Tensor:
-    """Survival probabilities ``a_k = Π_{i≤k} σ(logit_i / T_i)``.
+@dataclass(frozen=True)
+class Scalings:
+    """What makes confidences mean what they say under one way of sampling: ``σ((logit_k + bias) / T_k)``."""
+
+    temperatures: tuple[float, ...]
+    """``T_1..T_γ``, each > 0."""
+    bias: float = 0.0
+    """Added to every raw logit."""
+
+    def __len__(self) -> int:
+        """γ."""
+        return len(self.temperatures)
+
+    @classmethod
+    def of(cls, sts: Sts) -> Scalings:
+        """Scalings as they are, or of temperatures alone."""
+        return sts if isinstance(sts, Scalings) else cls(tuple(sts))
+
+
+Sts = Scalings | Sequence[float]
+"""Scalings, or ``[γ]`` temperatures without a bias."""
+
+
+def survival(confidence_logits: Tensor, sts: Tensor | Sts | None = None) -> Tensor:
+    """Survival probabilities ``a_k = Π_{i≤k} c_i`` (:func:`conditional`).
 
     Args:
         confidence_logits: ``[..., γ]`` raw logits.
-        sts: ``[γ]`` temperatures ``T_k``, each > 0; None for no scaling.
+        sts: ``[γ]`` scalings; None for raw confidences.
 
     Returns:
         ``[..., γ]``, never rising along the last dimension, in the logits' dtype.
@@ -38,18 +62,20 @@ def survival(confidence_logits: Tensor, sts: Tensor | Sequence[float] | None = N
     return conditional(confidence_logits, sts).cumprod(-1)
 
 
-def conditional(confidence_logits: Tensor, sts: Tensor | Sequence[float] | None = None) -> Tensor:
-    """Confidences ``c_k = σ(logit_k / T_k)``: accepted, given that all earlier draft tokens were.
+def conditional(confidence_logits: Tensor, sts: Tensor | Sts | None = None) -> Tensor:
+    """Confidences ``c_k = σ((logit_k + bias) / T_k)``: accepted, given that all earlier draft tokens were.
 
     Args:
         confidence_logits: ``[..., γ]`` raw logits.
-        sts: ``[γ]`` temperatures ``T_k``, each > 0; None for no scaling.
+        sts: ``[γ]`` scalings, or temperatures alone; None for raw confidences.
 
     Returns:
         ``[..., γ]`` in the logits' dtype.
     """
     if sts is None:
         return confidence_logits.sigmoid()
+    if isinstance(sts, Scalings):
+        confidence_logits, sts = confidence_logits + sts.bias, sts.temperatures
     scale = torch.as_tensor(sts, dtype=confidence_logits.dtype, device=confidence_logits.device)
     return (confidence_logits / scale).sigmoid()
 

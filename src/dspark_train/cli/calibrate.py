@@ -16,9 +16,9 @@ class CalibrateOptions:
 
     run: Path
     """Folder of a finished run."""
-    temperatures: Numbers = Numbers((0.0, 1.0))
+    temperatures: Numbers = Numbers((1.0, 0.0))
     """Sampling temperatures, with commas between; 0 is greedy. Each has its own calibration, which is used for
-    decoding in the same way only; calibration.json holds that of the first."""
+    decoding in the same way only; calibration.json holds that of the first: 1, as the confidence head's labels are."""
     top_k: int = 0
     """Tokens kept by sampling; 0 keeps all."""
     top_p: float = 1.0
@@ -31,8 +31,8 @@ class CalibrateOptions:
     """Requests decoded at once."""
     refresh: bool = False
     """Decode again even where the run holds rounds."""
-    shift: bool = True
-    """Fit the bias too, on the rounds of the first sampling temperature; false leaves it as it is."""
+    bias: bool = True
+    """Fit a bias beside the temperatures; false fits temperatures alone."""
     seed: int = 0
     """Of the sampling."""
     seconds: float = float("inf")
@@ -48,15 +48,15 @@ class CalibrateOptions:
 
 
 def calibrate(options: CalibrateOptions) -> None:
-    """Fit the confidence head's bias and one scaling per draft position, so that confidences mean what they say.
+    """Fit one temperature per draft position, alone and with a bias, so that confidences mean what they say.
 
     Decodes prompts of the calibration split (to fit) and of the test split (to judge), or reuses the rounds
-    that the run already holds. The bias goes into the run's draft; drafts exported before keep theirs, so export
-    again. Writes calibration.json for the first way of sampling, calibration_LABEL.json for each,
-    calibration_report.json, and reliability diagrams.
+    that the run already holds. The draft's weights stay as trained. Writes calibration.json for the first way of
+    sampling, calibration_LABEL.json for each, calibration_report.json, and reliability diagrams.
     """
-    from dspark_train.calibration.bias import move_bias, shifted, storable_shift
-    from dspark_train.calibration.fit import CalibrationResult, calibrate_traces, choose_shift, write_report
+    from dspark_train.calibration.bias import restore_weights
+    from dspark_train.calibration.fit import CalibrationResult, calibrate_traces, write_report
+    from dspark_train.calibration.io import Sampling
     from dspark_train.cli.tables import print_calibration
     from dspark_train.decoding.sampling import SamplingRule
     from dspark_train.report.figures import save_reliability
@@ -75,16 +75,16 @@ def calibrate(options: CalibrateOptions) -> None:
     run = run_to_record(options.run, options.dtype)
     data_name = Path(str(run.required_config()["data"]["path"])).name
     run.plots_path.mkdir(exist_ok=True)
-    results: list[CalibrationResult] = []
-    moved = before = run.confidence_shift
-    for rule in rules:
-        fit, heldout = (
-            shifted(recorded_rounds(run, split, rule, recording), -before)
-            for split in ("calibration", "test")
+    if moved := restore_weights(run):
+        print(
+            f"the bias of {moved:+.3f} that an earlier version wrote into the draft's weights and rounds is taken out; "
+            "its calibrations are gone, and drafts exported before still have it"
         )
-        if options.shift and not results:
-            moved = storable_shift(run, choose_shift(fit))
-        result = calibrate_traces(fit, heldout, moved, rule.label)
+    results: list[CalibrationResult] = []
+    for rule in rules:
+        fit, heldout = (recorded_rounds(run, split, rule, recording) for split in ("calibration", "test"))
+        sampling = Sampling(rule.temperature, rule.top_k, rule.top_p)
+        result = calibrate_traces(fit, heldout, sampling, bias=options.bias)
         calibration = result.calibration(f"{data_name}, calibration split, {rule.label}")
         calibration.save(run.sts_path(rule.label))
         if not results:
@@ -93,11 +93,11 @@ def calibrate(options: CalibrateOptions) -> None:
             result.heldout,
             split="test",
             sampling_temperature=rule.temperature,
-            temperatures=list(result.sts),
+            temperatures=list(result.fitted.best.temperatures),
+            bias=result.fitted.best.bias,
         )
         save_reliability(run.plots_path / f"reliability_{rule.label}.png", study)
         print_calibration(result)
         results.append(result)
     write_report(run.calibration_report_path, results)
-    move_bias(run, moved)
     print(f"wrote {run.sts_path()}, {run.calibration_report_path} and {run.plots_path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +23,15 @@ class ExportOptions:
     """Folder to write; left out: ``RUN/export/FORMAT``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; ``auto`` is that of the target in the run."""
+    temperature: float | None = None
+    """Sampling temperature whose calibration goes along; left out, that of the run's calibration.json."""
+    top_k: int = 0
+    """Tokens kept by that sampling; 0 keeps all."""
+    top_p: float = 1.0
+    """Nucleus kept by that sampling; 1 keeps all."""
+    fold_bias: bool = False
+    """Add the calibrated bias to the confidence head of the copy, for engines that take temperatures only
+    (SGLang); it holds for that way of sampling alone. The run's own weights stay as trained."""
     fold_temperature: bool = False
     """Divide the confidence logits by one temperature, for engines that take none; says what that costs in
     calibration error."""
@@ -39,18 +47,18 @@ def export(options: ExportOptions) -> None:
     """Write a run's draft in the layout of a serving engine, with a model card, and read it back."""
     import torch
 
+    from dspark_train.calibration.io import exported_calibration
     from dspark_train.draft.eagle3 import ARCHITECTURE, Eagle3Draft
     from dspark_train.hub import check_push, push
     from dspark_train.interchange.eagle3 import export_eagle3
     from dspark_train.interchange.export import TargetWeights, export_draft
     from dspark_train.interchange.temperature import single_temperature
     from dspark_train.report.model_card import CardFacts, copy_plots, model_card, write_tokenizer
-    from dspark_train.run import STS_FILE, Run
+    from dspark_train.run import STS_FILE, Run, sampling_label
 
     if options.push is not None:
         check_push(options.push)
     run = Run(options.run)
-    cost = single_temperature(run) if options.fold_temperature else None
     folder = options.output or run.path / "export" / options.format
     kind = None if options.dtype == "auto" else getattr(torch, options.dtype)
     draft = run.draft
@@ -65,6 +73,13 @@ def export(options: ExportOptions) -> None:
         if options.push is not None:
             print(f"pushed to {push(folder, options.push, options.private)}")
         return
+    label = (
+        None
+        if options.temperature is None
+        else sampling_label(options.temperature, options.top_k, options.top_p)
+    )
+    calibration = exported_calibration(run, label, options.fold_bias)
+    cost = single_temperature(run, calibration) if options.fold_temperature else None
     weights = TargetWeights.of(run.target)
     result = export_draft(
         draft,
@@ -73,10 +88,12 @@ def export(options: ExportOptions) -> None:
         options.format,
         kind,
         cost.temperature if cost else None,
+        calibration,
         warn=lambda line: print(f"warning: {line}", flush=True),
     )
-    if run.sts_path().is_file() and cost is None and result.config.get("enable_confidence_head"):
-        shutil.copy2(run.sts_path(), folder / STS_FILE)
+    held = calibration if cost is None and result.config.get("enable_confidence_head") else None
+    if held is not None:
+        held.save(folder / STS_FILE)
     write_tokenizer(run.target, folder)
     copy_plots(run, folder)
     gap = result.read_back
@@ -97,7 +114,8 @@ def export(options: ExportOptions) -> None:
     (folder / "README.md").write_text(model_card(run, facts), encoding="utf-8")
     print(f"wrote {folder} ({options.format}, {result.config['dtype']})")
     print(f"read back: {gap.drafts} draft tokens equal, logits within {gap.logits:.1e}")
-    for line in (*result.notes, *((cost.sentence(),) if cost else ())):
+    said = [] if held is None else [f"{STS_FILE}: {held.sentence()}"]
+    for line in (*result.notes, *([cost.sentence()] if cost else []), *said):
         print(f"note: {line}")
     for line in result.commands:
         print(line)

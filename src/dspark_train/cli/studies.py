@@ -15,8 +15,8 @@ class StudiesOptions:
 
     run: Path
     """Folder of a finished run; its scalings are used where it was calibrated for this sampling."""
-    temperature: float = 0.0
-    """Sampling temperature of the rounds; 0 is greedy."""
+    temperature: float = 1.0
+    """Sampling temperature of the rounds; 0 is greedy. The paper's is 1."""
     top_k: int = 0
     """Tokens kept by sampling; 0 keeps all."""
     top_p: float = 1.0
@@ -43,7 +43,7 @@ def studies(options: StudiesOptions) -> None:
     each; where the rounds are of several domains also online.json, about scalings that follow a drifting load, and
     online_threshold.json, about a threshold that does.
     """
-    from dspark_train.calibration.io import read_sts
+    from dspark_train.calibration.io import read_calibration
     from dspark_train.calibration.reliability import compare_reliability
     from dspark_train.cli import tables
     from dspark_train.decoding.acceptance import acceptance_by_position
@@ -62,12 +62,14 @@ def studies(options: StudiesOptions) -> None:
     rule = SamplingRule(options.temperature, options.top_k, options.top_p)
     run = run_to_record(options.run)
     trace = recorded_rounds(run, options.split, rule, recording)
-    sts = read_sts(run, rule.label, trace.block_size)
+    calibrated = read_calibration(run, rule.label, trace.block_size)
+    sts = None if calibrated is None else calibrated.scalings
     common: dict[str, Any] = {
         "split": options.split,
         "sampling_temperature": options.temperature,
         "rounds": len(trace.request),
-        "temperatures": sts,
+        "temperatures": None if sts is None else list(sts.temperatures),
+        "bias": 0.0 if sts is None else sts.bias,
     }
     make_folders(run)
     plots = run.plots_path
@@ -82,14 +84,16 @@ def studies(options: StudiesOptions) -> None:
     pictures = figures.thresholds(thresholds)
     save_png(plots / "threshold_sweep.png", pictures, figures.over(thresholds), columns=2)
     tables.print_thresholds(thresholds)
-    compared = compare_reliability(trace, sts or [1.0] * trace.block_size)
+    alone = None if calibrated is None else calibrated.temperatures
+    compared = compare_reliability(trace, alone, sts)
     reliability = ReliabilityStudy.of(compared, **common)
     write_result(run.study_path("reliability"), reliability)
     if sts is not None:
         figures.save_reliability(plots / f"reliability_{rule.label}.png", reliability)
-    before, after = 100 * compared.before.mean_ece, 100 * compared.after.mean_ece
-    scaled = f", {after:.1f} % scaled" if sts else " (not calibrated: run `calibrate`)"
-    print(f"reliability: mean ECE {before:.1f} % raw{scaled}; noise {100 * compared.after.mean_noise:.1f} %")
+    before, scaled, after = (100 * way.mean_ece for way in (compared.before, compared.sts, compared.after))
+    gained = f", {scaled:.1f} % with temperatures alone, {after:.1f} % with the bias"
+    how = gained if sts is not None else " (not calibrated: run `calibrate`)"
+    print(f"reliability: mean ECE {before:.1f} % raw{how}; noise {100 * compared.after.mean_noise:.1f} %")
     fitting = run.trace("calibration", rule.label)
     if fitting is not None and options.split != "calibration":
         drift = drift_study(fitting, trace)

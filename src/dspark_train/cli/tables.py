@@ -159,27 +159,29 @@ def print_costs(table: CostTable) -> None:
 def print_calibration(result: CalibrationResult) -> None:
     """Print what calibration found, as tables."""
     held, console = result.heldout, Console()
-    title = f"{result.sampling}: {result.fit_rounds} rounds to fit, {held.rounds} held out"
-    columns = ("position", "T", "ECE % trained", "calibrated", "noise", "Brier trained", "calibrated", "AUC")
+    title = (
+        f"{result.sampling.label}: {result.fit_rounds} rounds to fit, {held.rounds} held out; "
+        "ECE in % of prefix survival ± what counting alone makes"
+    )
+    ways = (held.before, held.sts, held.after)
+    columns = ("position", "trained", "T", "T alone", "T", "bias and T", "Brier trained", "bias and T", "AUC")
     table = _empty(title, columns)
-    for k, temperature in enumerate(result.sts):
-        ece = (100 * held.before.ece[k], 100 * held.after.ece[k], 100 * held.after.noise[k])
+    pairs = zip(result.fitted.alone.temperatures, result.fitted.best.temperatures, strict=True)
+    for k, (alone, best) in enumerate(pairs):
+        before, scaled, after = (f"{100 * way.ece[k]:.1f} ± {100 * way.noise[k]:.1f}" for way in ways)
         scores = (held.before.brier[k], held.after.brier[k], held.after.auc[k])
-        cells = [
-            f"{temperature:.2f}",
-            *(f"{value:.1f}" for value in ece),
-            *(f"{value:.3f}" for value in scores),
-        ]
+        cells = (before, f"{alone:.2f}", scaled, f"{best:.2f}", after, *(f"{value:.3f}" for value in scores))
         table.add_row(str(k + 1), *cells)
-    means = (held.before.mean_ece, held.after.mean_ece, held.after.mean_noise)
-    table.add_row("mean", "", *(f"{100 * value:.1f}" for value in means), "", "", "", style="bold")
+    before, scaled, after = (f"{100 * way.mean_ece:.1f} ± {100 * way.mean_noise:.1f}" for way in ways)
+    table.add_row("mean", before, "", scaled, "", after, "", "", "", style="bold")
     console.print(table)
-    if result.shift:
-        console.print(f"  bias of the confidence head moved by {result.shift:+.3f}: it goes into the draft")
+    if result.fitted.with_bias is not None:
+        console.print(f"  bias {result.fitted.best.bias:+.3f}, for {result.sampling.label} alone")
     for name, part in result.domains.items():
-        before, after, noise = (
-            100 * v for v in (part.before.mean_ece, part.after.mean_ece, part.after.mean_noise)
+        before, scaled, after, noise = (
+            f"{100 * value:.1f} %"
+            for value in (part.before.mean_ece, part.sts.mean_ece, part.after.mean_ece, part.after.mean_noise)
         )
         console.print(
-            f"  {name}: ECE {before:.1f} % → {after:.1f} % ({part.rounds} rounds, noise {noise:.1f} %)"
+            f"  {name}: ECE {before} → {scaled} with T alone → {after} ({part.rounds} rounds, noise {noise})"
         )

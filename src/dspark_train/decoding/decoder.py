@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.calibration.online import OnlineSts
-from dspark_train.calibration.sts import conditional
+from dspark_train.calibration.sts import Scalings, Sts, conditional
 from dspark_train.decoding.chain_pass import ChainPass
 from dspark_train.decoding.draft_pass import DraftPass, Proposal
 from dspark_train.decoding.layout import RowLayout
@@ -65,7 +65,7 @@ def generate(
     stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     batch_size: int = 1,
     seed: int = 0,
-    sts: Sequence[float] | OnlineSts | None = None,
+    sts: Sts | OnlineSts | None = None,
     domains: Sequence[str] = (),
     graphs: bool = False,
     compile: bool = False,
@@ -84,7 +84,7 @@ def generate(
         stop_token_ids: of all prompts, or of each; None takes the target's end tokens.
         batch_size: requests decoded at once.
         seed: of the sampling.
-        sts: ``[γ]`` scalings of the confidences (sequential temperature scaling); online ones follow what is accepted
+        sts: ``[γ]`` scalings of the confidences, or their temperatures alone; online ones follow what is accepted
             while decoding; None leaves the confidences raw.
         domains: of each prompt, for the trace.
         graphs: run rounds in a few fixed shapes, captured as CUDA graphs; on a CPU the same shapes, uncaptured.
@@ -108,7 +108,7 @@ class Decoder:
         draft: Draft | None = None,
         policy: Policy | None = None,
         rule: SamplingRule | None = None,
-        sts: Sequence[float] | OnlineSts | None = None,
+        sts: Sts | OnlineSts | None = None,
         graphs: bool = False,
         compile: bool = False,
     ) -> None:
@@ -134,15 +134,17 @@ class Decoder:
         fixed = sts.sts if isinstance(sts, OnlineSts) else sts
         if fixed is not None and len(fixed) != self.block_size:
             raise UserError(f"{len(fixed)} scalings (sts) were given for a block size of {self.block_size}")
+        self.bias = 0.0 if fixed is None else Scalings.of(fixed).bias
+        """Added to the confidence logits."""
         self._sts = None if fixed is None else self._tensor(fixed)
 
-    def _tensor(self, sts: Sequence[float] | Tensor) -> Tensor:
-        values = torch.as_tensor(sts, dtype=torch.float32, device=self.target.device)
-        return values[: self.depth]
+    def _tensor(self, sts: Sts) -> Tensor:
+        values = Scalings.of(sts).temperatures[: self.depth]
+        return torch.tensor(values, dtype=torch.float32, device=self.target.device)
 
     @property
     def sts(self) -> Tensor | None:
-        """``[depth]`` float32 scalings of the confidences; None where they are raw."""
+        """``[depth]`` float32 temperatures of the confidences; None where they are raw."""
         return self._sts if self.online is None else self._tensor(self.online.sts)
 
     def requests(
@@ -354,7 +356,7 @@ class ActiveRun:
             confidence = (
                 torch.full(proposal.tokens.shape, float("nan"), device=self.device)
                 if logits is None
-                else conditional(logits, self.decoder.sts)
+                else conditional(logits + self.decoder.bias, self.decoder.sts)
             )
             lengths = self.choose(confidence).tolist()
         # a request's last token is the target's own: no draft token beyond that is verified

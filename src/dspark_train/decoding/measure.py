@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 
+from dspark_train.calibration.sts import Scalings, Sts
 from dspark_train.data.conversations import Prompt
 from dspark_train.decoding.acceptance import acceptance_by_position
 from dspark_train.decoding.decoder import Decoder, GenerationResult
@@ -45,7 +46,7 @@ class Settings:
     max_new_tokens: int = 128
     batch_size: int = 1
     policy: Policy | None = None
-    sts: Sequence[float] | None = None
+    sts: Sts | None = None
     seed: int = 0
     graphs: bool = False
     compile: bool = False
@@ -317,7 +318,9 @@ class ModeResult:
     identical: IdentityResult | None = None
     """Of greedy decoding."""
     sts: list[float] | None = None
-    """``[γ]`` scalings of the confidences; None where they are raw."""
+    """``[γ]`` temperatures of the confidences; None where they are raw."""
+    bias: float = 0.0
+    """Added to the confidence logits."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +355,7 @@ class DecodeResult:
     examples: list[ExampleResult] = field(default_factory=list)
 
 
-def mode_result(found: Comparison, seed: int = 0, sts: Sequence[float] | None = None) -> ModeResult:
+def mode_result(found: Comparison, seed: int = 0, sts: Sts | None = None) -> ModeResult:
     """Sum up a comparison.
 
     Args:
@@ -384,7 +387,8 @@ def mode_result(found: Comparison, seed: int = 0, sts: Sequence[float] | None = 
         speedup=SpeedupResult(found.speedup, low, high, f"(95 % over {len(found.groups)} {groups})"),
         domains={part.group: DomainResult(part.tau, part.rounds) for part in domains},
         identical=identical,
-        sts=None if sts is None else list(sts),
+        sts=None if sts is None else list(Scalings.of(sts).temperatures),
+        bias=0.0 if sts is None else Scalings.of(sts).bias,
     )
 
 

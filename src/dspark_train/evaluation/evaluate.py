@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from dspark_train.calibration.sts import Scalings
 from dspark_train.data.tokenize import ConversationEncoder
 from dspark_train.decoding.decoder import Decoder, GenerationResult
 from dspark_train.decoding.policies import Policy
@@ -40,7 +41,7 @@ class Method(Protocol):
     def kind(self) -> str:
         """``plain``, ``draft``, ``head_off`` or ``prompt_lookup``."""
 
-    def calibration(self, temperature: float) -> list[float] | None:
+    def calibration(self, temperature: float) -> Scalings | None:
         """``[γ]`` temperatures of the confidences at a sampling temperature; None leaves them raw."""
 
     def decoder(self, rule: SamplingRule) -> Decoder:
@@ -73,11 +74,11 @@ class DraftMethod:
     key: str
     label: str
     kind: str = "draft"
-    calibrations: Mapping[float, list[float]] = field(default_factory=dict)
+    calibrations: Mapping[float, Scalings] = field(default_factory=dict)
     """``[γ]`` temperatures of the confidences by sampling temperature."""
     policy: Policy | None = None
 
-    def calibration(self, temperature: float) -> list[float] | None:
+    def calibration(self, temperature: float) -> Scalings | None:
         """Return what was fitted on rounds of this sampling temperature, if anything was."""
         return self.calibrations.get(temperature)
 

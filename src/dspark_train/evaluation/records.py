@@ -15,7 +15,7 @@ import torch
 
 from dspark_train.calibration.metrics import DEFAULT_BINS, ReliabilityBins, reliability_bins
 from dspark_train.calibration.selection import reached_slots, verified_slots
-from dspark_train.calibration.sts import survival
+from dspark_train.calibration.sts import Sts, survival
 from dspark_train.errors import UserError
 from dspark_train.files import BadLine, Journal
 from dspark_train.structures import DecodingTrace
@@ -57,9 +57,7 @@ class Record:
         return self.method, self.temperature, self.suite, self.index
 
 
-def count_trace(
-    trace: DecodingTrace, sts: list[float] | None = None, bins: int = DEFAULT_BINS
-) -> dict[str, Any]:
+def count_trace(trace: DecodingTrace, sts: Sts | None = None, bins: int = DEFAULT_BINS) -> dict[str, Any]:
     """Return the fields of a record that a trace gives.
 
     Args:

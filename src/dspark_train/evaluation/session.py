@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train.calibration.io import read_sts
+from dspark_train.calibration.sts import Scalings
 from dspark_train.decoding.policies import Policy, parse_policy
 from dspark_train.decoding.sampling import SamplingRule
 from dspark_train.draft.kinds import Draft, load_draft
@@ -42,7 +43,7 @@ class OpenDraft:
     label: str
     draft: Draft
     folder: Path
-    sts: dict[float, list[float]]
+    sts: dict[float, Scalings]
     """``[γ]`` scalings of its confidences by sampling temperature."""
 
 
@@ -73,7 +74,7 @@ def retap(target: FrozenTarget, layer_ids: Sequence[int]) -> FrozenTarget:
     return FrozenTarget(target.model, list(layer_ids), target.tokenizer, target.name)
 
 
-def _sts(path: Path, draft: Draft, options: EvaluateOptions) -> dict[float, list[float]]:
+def _sts(path: Path, draft: Draft, options: EvaluateOptions) -> dict[float, Scalings]:
     """Return what a run fitted for its confidences, by sampling temperature.
 
     Nothing for a draft outside a run, or without a confidence head.

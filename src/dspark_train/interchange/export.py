@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dspark_train.calibration.io import Calibration
 from dspark_train.draft.config import canonical_rope
 from dspark_train.draft.families import LAYER_FAMILIES
 from dspark_train.errors import UserError
@@ -26,6 +27,7 @@ from dspark_train.interchange.engines import (
 )
 from dspark_train.interchange.folding import (
     add_empty_head,
+    fold_bias,
     fold_embedding_scale,
     fold_temperature,
     fold_vocabulary,
@@ -135,7 +137,11 @@ def checkpoint_of(draft: DSparkDraft, target: TargetWeights, dtype: torch.dtype)
 
 
 def rewrite(
-    checkpoint: DraftCheckpoint, target: TargetWeights, layout: ExportFormat, temperature: float | None
+    checkpoint: DraftCheckpoint,
+    target: TargetWeights,
+    layout: ExportFormat,
+    temperature: float | None,
+    calibration: Calibration | None = None,
 ) -> tuple[DraftCheckpoint, dict[Engine, list[str]]]:
     """Rewrite a draft for a layout's engines, and find what they cannot do.
 
@@ -146,6 +152,8 @@ def rewrite(
         UserError: no engine of a layout that is made for one engine can serve the draft.
     """
     scale = checkpoint.config["embedding_scale"]
+    if calibration is not None and calibration.folded_bias and calibration.sampling is not None:
+        checkpoint = fold_bias(checkpoint, calibration.folded_bias, calibration.sampling.label)
     if temperature is not None:
         checkpoint = fold_temperature(checkpoint, temperature)
     family = LAYER_FAMILIES[checkpoint.config["layer_family"]]
@@ -176,6 +184,7 @@ def export_draft(
     layout: ExportFormat = "native",
     dtype: torch.dtype | None = None,
     temperature: float | None = None,
+    calibration: Calibration | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     warn: Callable[[str], None] | None = None,
 ) -> ExportResult:
@@ -190,6 +199,7 @@ def export_draft(
         layout: of the folder.
         dtype: element type of the weights; None keeps the target's.
         temperature: folded into the confidence head; None folds none.
+        calibration: whose ``folded_bias`` is added to the confidence head; None adds none.
         max_shard_bytes: largest weight file.
         warn: called with every warning, before anything is written.
 
@@ -197,7 +207,7 @@ def export_draft(
         UserError: the layout cannot hold the draft, its engine cannot serve it, or reading back fails.
     """
     dtype = dtype or target.head.dtype
-    checkpoint, found = rewrite(checkpoint_of(draft, target, dtype), target, layout, temperature)
+    checkpoint, found = rewrite(checkpoint_of(draft, target, dtype), target, layout, temperature, calibration)
     if layout == "dflash":
         config, tensors = to_dflash(checkpoint)
     elif layout == "speculators":
@@ -218,8 +228,9 @@ def export_draft(
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     write_checkpoint(aside, config, tensors, max_shard_bytes)
+    bias = 0.0 if calibration is None or calibration.sampling is None else calibration.folded_bias
     read_back = verify_folder(
-        aside, draft, target.embedding.cpu(), target.head.cpu(), dtype, temperature or 1.0
+        aside, draft, target.embedding.cpu(), target.head.cpu(), dtype, temperature or 1.0, bias
     )
     replace_folder(aside, folder)
     return ExportResult(

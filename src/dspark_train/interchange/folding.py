@@ -4,7 +4,7 @@
 * a reduced vocabulary, folded into a full one through one more dimension of the sequential head's latent;
 * a parallel draft, given a sequential head that adds nothing;
 * a target's embedding scale, folded into the draft's copy of the embedding;
-* one temperature, folded into the confidence head.
+* one temperature, or a calibrated bias, folded into the confidence head.
 
 None of them changes what the draft proposes: the constants below saturate in bfloat16 and float16 alike.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dspark_train.calibration.bias import BIAS
 from dspark_train.errors import UserError
 from dspark_train.interchange.checkpoint import DraftCheckpoint
 
@@ -146,7 +147,26 @@ def fold_temperature(checkpoint: DraftCheckpoint, temperature: float) -> DraftCh
     if not 0.0 < temperature < float("inf"):
         raise UserError(f"fold_temperature {temperature}: expected a positive number")
     tensors = dict(checkpoint.tensors)
-    for name in ("confidence_head.proj.weight", "confidence_head.proj.bias"):
+    for name in ("confidence_head.proj.weight", BIAS):
         tensors[name] = (tensors[name].double() / temperature).to(tensors[name].dtype)
     note = f"confidence logits divided by one temperature, {temperature:.4g}"
+    return replace(checkpoint, tensors=tensors, notes=[*checkpoint.notes, note])
+
+
+def fold_bias(checkpoint: DraftCheckpoint, bias: float, sampling: str) -> DraftCheckpoint:
+    """Return the draft with a calibrated bias added to its confidence head.
+
+    Args:
+        checkpoint: the draft, left as it is.
+        bias: added to every confidence logit.
+        sampling: label of the way of sampling that it was fitted for.
+
+    Raises:
+        UserError: there is no confidence head.
+    """
+    if not checkpoint.config["enable_confidence_head"]:
+        raise UserError("fold_bias: this draft has no confidence head; leave the option out")
+    moved = (checkpoint.tensors[BIAS].double() + bias).to(checkpoint.tensors[BIAS].dtype)
+    note = f"a bias of {bias:+.4g} is added to the confidence head; it holds for {sampling} decoding alone"
+    tensors = {**checkpoint.tensors, BIAS: moved}
     return replace(checkpoint, tensors=tensors, notes=[*checkpoint.notes, note])

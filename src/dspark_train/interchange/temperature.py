@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dspark_train.calibration.io import Calibration
+from dspark_train.calibration.sts import Scalings
 from dspark_train.errors import UserError
 from dspark_train.run import Run
 from dspark_train.structures import DecodingTrace
@@ -34,44 +36,45 @@ class SingleTemperature:
         )
 
 
-def fit_single(fit: DecodingTrace, heldout: DecodingTrace, sts: tuple[float, ...]) -> SingleTemperature:
+def fit_single(fit: DecodingTrace, heldout: DecodingTrace, sequential: Scalings) -> SingleTemperature:
     """Choose one temperature on ``fit``, by mean ECE of the running product, and judge it on ``heldout``.
 
     Args:
         fit: rounds that it is chosen on.
         heldout: rounds that it is judged on.
-        sts: ``[γ]`` of sequential temperature scaling, for comparison.
+        sequential: one temperature for each position, for comparison; their bias is that of the one, too.
     """
     from dspark_train.calibration.reliability import measure_reliability
     from dspark_train.calibration.sts import GRID
 
-    gamma = fit.block_size
-    errors = {float(t): measure_reliability(fit, [float(t)] * gamma).mean_ece for t in GRID[::4]}
+    def single(temperature: float) -> Scalings:
+        return Scalings((temperature,) * fit.block_size, sequential.bias)
+
+    errors = {float(t): measure_reliability(fit, single(float(t))).mean_ece for t in GRID[::4]}
     best = min(errors, key=lambda t: (errors[t], abs(t - 1.0)))
     return SingleTemperature(
         temperature=best,
         ece_raw=measure_reliability(heldout).mean_ece,
-        ece_single=measure_reliability(heldout, [best] * gamma).mean_ece,
-        ece_sequential=measure_reliability(heldout, sts).mean_ece,
+        ece_single=measure_reliability(heldout, single(best)).mean_ece,
+        ece_sequential=measure_reliability(heldout, sequential).mean_ece,
         rounds=int(heldout.request.numel()),
     )
 
 
-def single_temperature(run: Run) -> SingleTemperature:
-    """Choose the one temperature of a run, from its greedy traces and the scalings fitted for greedy decoding.
+def single_temperature(run: Run, calibration: Calibration | None) -> SingleTemperature:
+    """Choose the one temperature of a run for the way of sampling of a calibration, and for its folded bias.
 
     Raises:
-        UserError: the run was not calibrated for greedy decoding.
+        UserError: the run was not calibrated for one way of sampling, or its rounds are gone.
     """
-    from dspark_train.calibration.io import Calibration
-
-    paths = [run.recorded_path(split, "greedy") for split in ("calibration", "test")]
-    needed = [*paths, run.sts_path("greedy")]
-    missing = [str(path) for path in needed if not path.is_file()]
-    if missing:
+    if calibration is None or calibration.sampling is None:
         raise UserError(
-            f"fold_temperature needs {', '.join(missing)}; run `dspark-train calibrate {run.path}` first"
+            f"fold_temperature needs a calibration; run `dspark-train calibrate {run.path}` first"
         )
-    fit, heldout = map(DecodingTrace.load, paths)
-    sts = Calibration.load(run.sts_path("greedy"), fit.block_size).temperatures
-    return fit_single(fit, heldout, sts)
+    fit, heldout = (run.trace(split, calibration.sampling.label) for split in ("calibration", "test"))
+    if fit is None or heldout is None:
+        raise UserError(
+            f"fold_temperature needs the {calibration.sampling.label} rounds of both splits in {run.path / 'traces'}; "
+            f"run `dspark-train calibrate {run.path}` first"
+        )
+    return fit_single(fit, heldout, Scalings(calibration.temperatures, calibration.folded_bias))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dspark_train.calibration.bias import BIAS
 from dspark_train.draft.families import root_scale
 from dspark_train.errors import UserError
 from dspark_train.interchange.readback import GreedyBlock, PlainDraft
@@ -45,6 +46,7 @@ def verify_folder(
     head: Tensor,
     dtype: torch.dtype,
     temperature: float = 1.0,
+    bias: float = 0.0,
     seed: int = 0,
 ) -> ReadBack:
     """Read ``folder`` back and compare logits, confidences and greedy drafts on random features.
@@ -59,6 +61,7 @@ def verify_folder(
         head: ``[V, d]`` of the target.
         dtype: element type of the folder.
         temperature: that was folded into the confidence head.
+        bias: that was added to it before.
         seed: of the features and anchors.
 
     Raises:
@@ -70,16 +73,21 @@ def verify_folder(
     anchors = torch.linspace(1, CONTEXT, PROBES).long()
     tokens = torch.randint(config.vocab_size, (PROBES,), generator=generator)
     proposals = [plain.propose(features[:n], int(t), int(n)) for n, t in zip(anchors, tokens, strict=True)]
-    twin = rounded(draft, embedding, head, dtype, temperature)
+    twin = rounded(draft, embedding, head, dtype, temperature, bias)
     logits, confidence = _teacher_forced(twin, features, anchors, tokens, proposals)
     return _compare(folder, draft, logits, confidence, proposals)
 
 
 @torch.no_grad()
 def rounded(
-    draft: DSparkDraft, embedding: Tensor, head: Tensor, dtype: torch.dtype, temperature: float = 1.0
+    draft: DSparkDraft,
+    embedding: Tensor,
+    head: Tensor,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    bias: float = 0.0,
 ) -> DSparkDraft:
-    """Return a float32 CPU copy of ``draft``, weights rounded to ``dtype``, the temperature folded in."""
+    """Return a float32 CPU copy of ``draft``, weights rounded to ``dtype``, bias and temperature folded in."""
     from dspark_train.draft.model import BorrowedVocabulary
 
     borrowed = draft.borrowed
@@ -92,6 +100,8 @@ def rounded(
     for tensor in (*twin.parameters(), *scalars):
         tensor.data = tensor.data.to(dtype).float()
     if twin.confidence_head is not None:
+        added = twin.get_parameter(BIAS)
+        added.data = (added.data.double() + bias).to(dtype).float()
         for parameter in twin.confidence_head.parameters():
             parameter.data = (parameter.data.double() / temperature).to(dtype).float()
     ids = draft.draft_token_ids

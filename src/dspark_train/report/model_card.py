@@ -201,17 +201,32 @@ def _calibration(run: Run, exported: CardFacts) -> str:
     parts = []
     for report in results.calibrations(run):
         sampling = mode_name(report.sampling_temperature or 0.0).lower()
+        unknown: list[Any] = [None] * len(report.ece_before)
         columns = zip(
-            report.temperatures or [], report.ece_before, report.ece_after, report.auc, strict=False
+            report.ece_before,
+            report.temperatures_alone or unknown,
+            report.ece_sts or unknown,
+            report.temperatures or unknown,
+            report.ece_after,
+            report.auc,
+            strict=False,
         )
         rows = [
-            (str(k), f"{t:.3f}", _share(before), _share(after), _number(auc))
-            for k, (t, before, after, auc) in enumerate(columns, start=1)
+            (str(k), _share(before), _number(alone), _share(scaled), _number(t), _share(after), _number(auc))
+            for k, (before, alone, scaled, t, after, auc) in enumerate(columns, start=1)
         ]
-        header = ("position", "temperature", "ECE before", "ECE after", "ROC-AUC")
+        best = f"T with bias {report.bias:+.3f}" if report.bias else "T"
+        header = ("position", "ECE as trained", "T alone", "ECE, T alone", best, "ECE, calibrated", "ROC-AUC")
         parts += [f"{report.rounds} held-out rounds, {sampling}.", markdown_table(header, rows)]
     if parts and (exported.folder / STS_FILE).is_file():
-        parts.append(f"`{STS_FILE}` holds the temperatures in SGLang's form.")
+        from dspark_train.calibration.io import Calibration
+
+        held = Calibration.load(exported.folder / STS_FILE)
+        sampling = f", fitted for {held.sampling.label} decoding" if held.sampling else ""
+        bias = (
+            f", to go with the bias of {held.folded_bias:+.3f} in these weights" if held.folded_bias else ""
+        )
+        parts.append(f"`{STS_FILE}` holds temperatures in SGLang's form{sampling}{bias}.")
     if exported.folding:
         parts.append(exported.folding)
     return "\n\n".join(parts)

@@ -76,7 +76,11 @@ def summary(modes: Sequence[ModeResult], calibrations: Sequence[CalibrationRepor
             parts.append(f"Its output is token for token the target's own on {count} prompts{rest}.")
     if (errors := _mean_errors(calibrations)) is not None:
         before, after = map(text.share, errors)
-        parts.append(f"Its confidences are off by {after} on average after calibration ({before} before).")
+        alone = calibrations[0].mean_ece_sts
+        scaled = "" if alone is None else f", {text.share(alone)} with temperatures alone"
+        parts.append(
+            f"Its confidences are off by {after} on average after calibration ({before} as trained{scaled})."
+        )
     return " ".join(parts)
 
 

@@ -60,6 +60,10 @@ def thresholds(study: ThresholdStudy | None) -> Section | None:
     return Section("threshold", "Threshold sweep", lead, "Threshold", shown, source=source)
 
 
+WAYS = ("ECE as trained", "ECE, T alone", "ECE, bias and T")
+"""Columns: as trained, with sequential temperature scaling alone, and with a bias besides."""
+
+
 def reliability(reports: Sequence[CalibrationReport]) -> Section | None:
     """Reliability diagrams per position, and the calibration table, of the first sampling temperature."""
     if not reports:
@@ -71,8 +75,9 @@ def reliability(reports: Sequence[CalibrationReport]) -> Section | None:
         shown.append(Figure(picture, f"ECE {error}"))
     lead = (
         f"Predicted against observed survival of the prefix over {figures.over(report)}: "
-        "grey as the draft says it, blue after one temperature per "
-        "position. On the dotted line a confidence means what it says."
+        "grey as the draft says it, blue as calibrated for this way of sampling. On the dotted line a confidence "
+        "means what it says. The table tells what temperatures alone gain from what a bias adds, each with the error "
+        "that so few rounds make of honest confidences."
     )
     if report.mean_noise is not None:
         lead += (
@@ -81,10 +86,14 @@ def reliability(reports: Sequence[CalibrationReport]) -> Section | None:
     tables = [_calibration_table(entry) for entry in reports]
     if report.domains:
         rows = [
-            [name, share_or_dash(domain.mean_ece_before), share_or_dash(domain.mean_ece_after)]
+            [
+                name,
+                *map(share_or_dash, (domain.mean_ece_before, domain.mean_ece_sts, domain.mean_ece_after)),
+                share_or_dash(domain.mean_noise),
+            ]
             for name, domain in report.domains.items()
         ]
-        tables.append(Table("Mean ECE by domain", ["Domain", "before", "after"], rows))
+        tables.append(Table("Mean ECE by domain", ["Domain", *WAYS, "noise"], rows))
     return Section(
         "reliability",
         "Reliability of the confidences",
@@ -98,9 +107,14 @@ def reliability(reports: Sequence[CalibrationReport]) -> Section | None:
 
 def _calibration_table(report: CalibrationReport) -> Table:
     columns: list[tuple[str, Sequence[float | None], Callable[[float], str]]] = [
-        ("Temperature", report.temperatures or [], fixed),
-        ("ECE before", report.ece_before, share),
-        ("ECE after", report.ece_after, share),
+        (WAYS[0], report.ece_before, share),
+        ("noise", report.noise_before, share),
+        ("T alone", report.temperatures_alone or [], fixed),
+        (WAYS[1], report.ece_sts, share),
+        ("noise", report.noise_sts, share),
+        ("T with bias" if report.bias else "T", report.temperatures or [], fixed),
+        (WAYS[2], report.ece_after, share),
+        ("noise", report.noise_after, share),
         ("AUC", report.auc, lambda v: fixed(v, 3)),
         ("Brier before", report.brier_before, lambda v: fixed(v, 4)),
         ("Brier after", report.brier_after, lambda v: fixed(v, 4)),
@@ -109,9 +123,14 @@ def _calibration_table(report: CalibrationReport) -> Table:
         [str(i + 1), *(maybe(values[i], text) for _, values, text in columns if values)]
         for i in range(len(report.ece_before))
     ]
-    means = [share_or_dash(report.mean_ece_before), share_or_dash(report.mean_ece_after)]
-    rows.append(["mean", *([""] if report.temperatures else []), *means, "", "", ""])
-    caption = f"By draft position, {mode_name(report.sampling_temperature or 0.0).lower()}"
+    means = {
+        WAYS[0]: share_or_dash(report.mean_ece_before),
+        WAYS[1]: share_or_dash(report.mean_ece_sts),
+        WAYS[2]: share_or_dash(report.mean_ece_after),
+    }
+    rows.append(["mean", *(means.get(name, "") for name, values, _ in columns if values)])
+    bias = f", bias {report.bias:+.3f}" if report.bias else ""
+    caption = f"By draft position, {mode_name(report.sampling_temperature or 0.0).lower()}{bias}"
     return Table(caption, ["Position", *(name for name, values, _ in columns if values)], rows)
 
 

@@ -54,7 +54,7 @@ def replay_drift(
         bins: Equal-width bins of the ECE.
     """
     points, seen = [], 0
-    frozen = online.start
+    frozen = online.sts
     for phase, trace in phases:
         total = len(trace.request)
         ends = [*range(stretch, total - stretch + 1, stretch), total]

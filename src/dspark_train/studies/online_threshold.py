@@ -5,14 +5,13 @@ R  decoding rounds      γ  block size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dspark_train.calibration.selection import select_rounds
-from dspark_train.calibration.sts import conditional
+from dspark_train.calibration.sts import Sts, conditional
 from dspark_train.decoding.acceptance import require_rounds
 from dspark_train.decoding.policies import OnlineThreshold, Policy, Threshold
 from dspark_train.structures import DecodingTrace
@@ -59,7 +58,7 @@ def threshold_drift(
     fit: DecodingTrace,
     heldout: DecodingTrace,
     wanted: float,
-    sts: Sequence[float] | None = None,
+    sts: Sts | None = None,
     *,
     stretch: int = 400,
 ) -> ThresholdDriftStudy | None:
@@ -120,7 +119,7 @@ def threshold_drift(
     return ThresholdDriftStudy(wanted=wanted, start=start, first=first, second=second, points=points)
 
 
-def _threshold_for(wanted: float, rounds: DecodingTrace, sts: Sequence[float] | None) -> float:
+def _threshold_for(wanted: float, rounds: DecodingTrace, sts: Sts | None) -> float:
     """The smallest threshold that keeps the wanted share; the largest one where none does."""
     confidence = conditional(rounds.confidence_logits.to(torch.float64), sts)
     for threshold in THRESHOLDS[1:]:

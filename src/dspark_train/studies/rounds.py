@@ -14,10 +14,10 @@ from typing import Annotated
 
 import torch
 
-from dspark_train.calibration.fit import calibrate_traces
+from dspark_train.calibration.fit import fit_scalings
 from dspark_train.calibration.online import OnlineSts
 from dspark_train.calibration.selection import split_by_domain
-from dspark_train.calibration.sts import conditional
+from dspark_train.calibration.sts import Sts, conditional
 from dspark_train.decoding.acceptance import PositionAcceptance, groups, require_rounds
 from dspark_train.decoding.policies import threshold_lengths
 from dspark_train.errors import UserError
@@ -40,6 +40,8 @@ class OfRounds:
     rounds: int = 0
     temperatures: list[float] | None = None
     """``[γ]`` of the confidences; None where they are raw."""
+    bias: float = 0.0
+    """Added to the confidence logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class ThresholdStudy(OfRounds):
 
 def threshold_sweep(
     trace: DecodingTrace,
-    sts: Sequence[float] | None = None,
+    sts: Sts | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, list[ThresholdPoint]]:
     """Verify recorded rounds while ``c_k ≥ θ``, for many θ.
@@ -101,9 +103,7 @@ def threshold_sweep(
     return {name: _sweep(part, sts, thresholds) for name, part in groups(trace).items()}
 
 
-def _sweep(
-    trace: DecodingTrace, sts: Sequence[float] | None, thresholds: Sequence[float]
-) -> list[ThresholdPoint]:
+def _sweep(trace: DecodingTrace, sts: Sts | None, thresholds: Sequence[float]) -> list[ThresholdPoint]:
     confidence = conditional(trace.confidence_logits.to(torch.float64), sts)
     lengths = torch.stack([threshold_lengths(confidence, threshold) for threshold in thresholds])
     verified = lengths.minimum(trace.verify_length)  # [G, R]
@@ -165,7 +165,7 @@ def drift_study(fit: DecodingTrace, heldout: DecodingTrace) -> DriftStudy | None
     load = drifting_load(fit, heldout)
     if load is None:
         return None
-    (first, fitting, traffic), (second, _, _) = load
-    start = calibrate_traces(fitting, traffic).sts
+    (first, fitting, _), (second, _, _) = load
+    start = fit_scalings(fitting).best
     phases = [(name, rounds) for name, _, rounds in load]
     return DriftStudy(first=first, second=second, points=replay_drift(phases, OnlineSts(start)))

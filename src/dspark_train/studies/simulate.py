@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.calibration.online import OnlineSts
+from dspark_train.calibration.sts import Sts
 from dspark_train.decoding.acceptance import require_rounds
 from dspark_train.decoding.cost import CostTable
 from dspark_train.decoding.policies import FixedLength, Policy, Scheduled, ScheduledAsync, Threshold
@@ -167,7 +168,7 @@ def play(
     policy: Policy | None,
     costs: CostTable,
     *,
-    sts: Sequence[float] | None = None,
+    sts: Sts | None = None,
     effect: CutEffect | None = None,
 ) -> Played:
     """Serve a traffic to its end.
@@ -488,7 +489,7 @@ def simulate(
     rates: Sequence[float],
     server: Server,
     *,
-    sts: Sequence[float] | None = None,
+    sts: Sts | None = None,
     effect: CutEffect | None = None,
     arrivals: Arrivals | None = None,
     requests: int | None = None,

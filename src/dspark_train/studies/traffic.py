@@ -10,7 +10,6 @@ more rounds for the same tokens than were recorded, and goes through them again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark_train.calibration.online import OnlineSts
-from dspark_train.calibration.sts import conditional
+from dspark_train.calibration.sts import Sts, conditional
 from dspark_train.errors import UserError
 from dspark_train.files import read_lines
 from dspark_train.structures import DecodingTrace
@@ -168,7 +167,7 @@ class AtWork:
     """Requests that a simulated server works on; ``[R]`` each, in the order in which they joined."""
 
     recorded: Recorded
-    sts: Sequence[float] | OnlineSts | None
+    sts: Sts | OnlineSts | None
     """Scalings of the confidences."""
     effect: CutEffect | None = None
     """What a cut changes; None: nothing."""
