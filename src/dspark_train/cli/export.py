@@ -34,6 +34,7 @@ def export(options: ExportOptions) -> None:
 
     from dspark_train.interchange.export import TargetWeights, export_draft
     from dspark_train.interchange.temperature import single_temperature
+    from dspark_train.progress import say, stage
     from dspark_train.report.model_card import CardFacts, copy_plots, model_card, write_tokenizer
     from dspark_train.run import STS_FILE, Run
 
@@ -42,15 +43,16 @@ def export(options: ExportOptions) -> None:
     folder = options.output or run.path / "export" / options.format
     kind = None if options.dtype == "auto" else getattr(torch, options.dtype)
     weights = TargetWeights.of(run.target)
-    result = export_draft(
-        run.draft,
-        weights,
-        folder,
-        options.format,
-        kind,
-        cost.temperature if cost else None,
-        warn=lambda line: print(f"warning: {line}", flush=True),
-    )
+    with stage(f"writing {folder} and reading it back"):
+        result = export_draft(
+            run.draft,
+            weights,
+            folder,
+            options.format,
+            kind,
+            cost.temperature if cost else None,
+            warn=lambda line: say(f"warning: {line}"),
+        )
     if run.sts_path().is_file() and cost is None and result.config.get("enable_confidence_head"):
         shutil.copy2(run.sts_path(), folder / STS_FILE)
     write_tokenizer(run.target, folder)

@@ -35,20 +35,23 @@ def profile(options: ProfileOptions) -> None:
     Writes a cost table (JSON) for the schedulers and simulate, and a plot beside it.
     """
     from dspark_train.cli.tables import print_costs
+    from dspark_train.progress import stage
     from dspark_train.report import figures
     from dspark_train.report.drawing import save_png
     from dspark_train.run import Run
     from dspark_train.studies.profile import measure_costs
 
     run = Run(options.run, options.dtype)
-    table = measure_costs(
-        run.target,
-        run.draft,
-        max_rows=options.max_rows,
-        requests=options.requests,
-        context=options.context,
-        repetitions=options.repetitions,
-    )
+    target, draft = run.target, run.draft
+    with stage("timing passes and the parts of a round"):
+        table = measure_costs(
+            target,
+            draft,
+            max_rows=options.max_rows,
+            requests=options.requests,
+            context=options.context,
+            repetitions=options.repetitions,
+        )
     path = options.out or run.cost_table_path
     table.save(path)
     save_png(path.with_suffix(".png"), figures.costs(table))
