@@ -19,6 +19,7 @@ import yaml
 from dspark_train.errors import UserError
 from dspark_train.files import read_json
 from dspark_train.lists import Listed
+from dspark_train.progress import stage
 
 if TYPE_CHECKING:
     from dspark_train.data.module import DSparkDataModule
@@ -307,8 +308,9 @@ class Run:
         settings.sharding = "none"  # there are no ranks to share it
         if self.dtype is not None:
             settings.dtype = self.dtype
-        target = FrozenTarget.load(settings, rows=config["draft"]["block_size"] + 1)
-        draft: Any = load_draft(self.draft_path, dtype=target.dtype)
+        with stage("loading target and draft"):
+            target = FrozenTarget.load(settings, rows=config["draft"]["block_size"] + 1)
+            draft: Any = load_draft(self.draft_path, dtype=target.dtype)
         draft.to(target.device).eval()
         draft.borrow(target)
         return target, draft

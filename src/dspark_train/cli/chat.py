@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dspark_train.errors import UserError
 
 if TYPE_CHECKING:
+    from dspark_train.calibration.sts import Scalings
     from dspark_train.decoding.decoder import Decoder
     from dspark_train.decoding.stream import Pace
     from dspark_train.interchange.opening import Pair
@@ -306,12 +307,17 @@ def _row(line: str, where: str) -> list[dict[str, Any]]:
 
 def _template(pair: Pair) -> dict[str, Any]:
     """Template arguments that the draft was trained with."""
-    return {} if pair.run is None else pair.run.config.get("data", {}).get("template") or {}
+    return {} if pair.run is None else dict(pair.run.template)
 
 
-def _sts(pair: Pair, label: str) -> list[float] | None:
+def _sts(pair: Pair, label: str) -> Scalings | None:
+    """Scalings that were fitted for this way of sampling."""
     from dspark_train.calibration.io import read_sts
 
     if pair.draft.confidence_head is None:
         return None
-    return pair.sts if pair.run is None else read_sts(pair.run, label, pair.draft.config.block_size)
+    if pair.run is not None:
+        return read_sts(pair.run, label, pair.draft.config.block_size)
+    fitted = pair.calibration
+    right = fitted is not None and (fitted.sampling is None or fitted.sampling.label == label)
+    return fitted.scalings if fitted is not None and right else None

@@ -13,17 +13,14 @@ def evaluate(options: EvaluateOptions) -> None:
     Prompts are decoded one at a time, every method on each before the next. What was measured is kept prompt
     by prompt, so the same command goes on after a stop. Writes evaluation/NAME.json and NAME.md into the run.
     """
-    from rich.progress import Progress
-
     from dspark_train.evaluation.session import evaluate_run
+    from dspark_train.progress import stage
     from dspark_train.report.tables import evaluation_markdown
 
-    with Progress(transient=True) as bar:
-        task = bar.add_task("opening", total=None)
+    with stage("evaluating", unit="answers") as shown:
 
         def show(done: int, total: int, record: Any) -> None:
-            where = f"{record.suite}, {record.method}" if record is not None else "decoding"
-            bar.update(task, completed=done, total=total, description=where)
+            shown.update(done, "" if record is None else f"{record.suite}, {record.method}", total)
 
         table = evaluate_run(options, show)
     text = evaluation_markdown(table)

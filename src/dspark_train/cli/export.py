@@ -53,6 +53,7 @@ def export(options: ExportOptions) -> None:
     from dspark_train.interchange.eagle3 import export_eagle3
     from dspark_train.interchange.export import TargetWeights, export_draft
     from dspark_train.interchange.temperature import single_temperature
+    from dspark_train.progress import say, stage
     from dspark_train.report.model_card import CardFacts, copy_plots, model_card, write_tokenizer
     from dspark_train.run import STS_FILE, Run, sampling_label
 
@@ -81,16 +82,17 @@ def export(options: ExportOptions) -> None:
     calibration = exported_calibration(run, label, options.fold_bias)
     cost = single_temperature(run, calibration) if options.fold_temperature else None
     weights = TargetWeights.of(run.target)
-    result = export_draft(
-        draft,
-        weights,
-        folder,
-        options.format,
-        kind,
-        cost.temperature if cost else None,
-        calibration,
-        warn=lambda line: print(f"warning: {line}", flush=True),
-    )
+    with stage(f"writing {folder} and reading it back"):
+        result = export_draft(
+            draft,
+            weights,
+            folder,
+            options.format,
+            kind,
+            cost.temperature if cost else None,
+            calibration,
+            warn=lambda line: say(f"warning: {line}"),
+        )
     held = calibration if cost is None and result.config.get("enable_confidence_head") else None
     if held is not None:
         held.save(folder / STS_FILE)

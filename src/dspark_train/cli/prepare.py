@@ -20,6 +20,7 @@ from dspark_train.prepare.collect import CollectOptions, Deduplicate, Filters, c
 from dspark_train.prepare.in_process import Generate
 from dspark_train.prepare.regenerate import check_collected, regenerate
 from dspark_train.prepare.sources import Source, count_rows
+from dspark_train.progress import stage
 
 Stage = Literal["collect", "regenerate", "tokenize"]
 STAGES: tuple[Stage, ...] = ("collect", "regenerate", "tokenize")
@@ -77,9 +78,9 @@ class PrepareOptions:
             raise UserError(
                 "output is not set: name the folder of the results, in the recipe or with --output"
             )
-        for stage in self.stages:
-            if stage not in STAGES:
-                raise UserError(f"stages: {stage!r} is none of {', '.join(STAGES)}")
+        for name in self.stages:
+            if name not in STAGES:
+                raise UserError(f"stages: {name!r} is none of {', '.join(STAGES)}")
         if not self.stages:
             raise UserError(f"stages is empty: name some of {', '.join(STAGES)}")
         thinking, template = self.regeneration.thinking, self.tokenization.template
@@ -236,35 +237,9 @@ def _encoder(options: PrepareOptions) -> ConversationEncoder:
 
 @contextmanager
 def _progress(title: str, unit: str, total: int | None = None) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar with throughput and time left."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task(title, total=total, rate="")
-
-        def advance(count: int, whole: int | None) -> None:
-            speed = progress.tasks[0].speed
-            rate = f"{speed:,.0f} {unit}/s" if speed else ""
-            progress.update(
-                task, advance=count, rate=rate, total=progress.tasks[0].total if whole is None else whole
-            )
-
-        yield advance
+    """Show a stage; what is given is called with the count since the last call, and the total where it changed."""
+    with stage(title, total, unit) as shown:
+        yield lambda count, whole: shown.update(shown.done + count, total=whole)
 
 
 @dataclass(frozen=True)

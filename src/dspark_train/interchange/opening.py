@@ -27,8 +27,8 @@ class Pair:
     draft: Draft
     run: Run | None
     """The run that the draft is from; None for a draft on its own."""
-    sts: list[float] | None
-    """``[γ]`` scalings beside a draft on its own; None where there are none, or where the run has them."""
+    calibration: Calibration | None
+    """Beside a draft on its own; None where there is none, or where the run has it."""
 
 
 def open_pair(source: str, target: str | None = None, dtype: Dtype | None = None) -> Pair:
@@ -104,5 +104,4 @@ def _open_draft(folder: Path, target_name: str, dtype: Dtype | None) -> Pair:
     draft.to(target.device).eval()
     draft.borrow(target)
     scalings = folder / STS_FILE
-    sts = list(Calibration.load(scalings).temperatures) if scalings.is_file() else None
-    return Pair(target, draft, None, sts)
+    return Pair(target, draft, None, Calibration.load(scalings) if scalings.is_file() else None)
