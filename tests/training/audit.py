@@ -176,7 +176,7 @@ def audit(blocking: bool) -> dict[str, list[str]]:
             monitor.on_before_backward(trainer, module, loss)  # type: ignore[arg-type]
             for parameter in module.draft.parameters():
                 parameter.grad = torch.empty_like(parameter)
-            module.on_before_optimizer_step(SimpleNamespace())
+            module.on_before_optimizer_step(SimpleNamespace(param_groups=[{"fused": True}]))
             monitor.on_train_batch_end(trainer, module, loss, prepared, 0)  # type: ignore[arg-type]
             shown.on_train_batch_end(trainer, module, loss, prepared, 0)  # type: ignore[arg-type]
         assert loss.device.type == "cuda"

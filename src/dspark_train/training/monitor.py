@@ -138,7 +138,8 @@ class StepMonitor(Callback):
         if not self._is_due(trainer.global_step, trainer) or self._clock is None:
             return
         steps, self._logged_step = trainer.global_step - self._logged_step, trainer.global_step
-        engine, module = trainer.model, pl_module
+        engine: Any = trainer.model
+        module: Any = pl_module
         norm: Any = module.gradient_norm
         if norm is None and hasattr(engine, "get_global_grad_norm"):
             norm = engine.get_global_grad_norm()

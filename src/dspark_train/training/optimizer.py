@@ -118,8 +118,10 @@ def skip_where_not_finite(optimizer: Optimizer, gradients: list[Tensor]) -> tupl
     """
     norm = torch.nn.utils.get_total_norm(gradients)
     skipped = (~norm.isfinite()).float()
-    for part in getattr(optimizer, "parts", [optimizer]):
-        part.found_inf = skipped
+    parts: list[Any] = getattr(optimizer, "parts", [optimizer])
+    for part in parts:
+        if isinstance(part, Muon) or all(group.get("fused") for group in part.param_groups):
+            part.found_inf = skipped
     return norm, skipped
 
 
