@@ -66,7 +66,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_shipped_config_is_known_here(name: str) -> None:
-    assert name in [*RECIPES, *OVERLAYS, "quickstart", "debug_overfit", "ablate_quickstart"]
+    assert name in [*RECIPES, *OVERLAYS, "gemma4_12b", "quickstart", "debug_overfit", "ablate_quickstart"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
