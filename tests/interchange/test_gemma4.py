@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from golden import FOLDER, GEMMA4, load_golden
 from safetensors.torch import load_file, save_file
 from tiny import TinyData, fit, tiny_module, tiny_trainer
@@ -18,7 +20,7 @@ from tiny_models import tiny_draft, tiny_model, tiny_target
 from dspark_train.decoding.decoder import generate
 from dspark_train.draft.initialise import initialise
 from dspark_train.draft.linear_start import StartSamples, start_linearly
-from dspark_train.draft.model import DSparkDraft
+from dspark_train.draft.model import DSparkDraft, tensor_shapes
 from dspark_train.draft.recipe import DraftRecipe, build_config
 from dspark_train.errors import UserError
 from dspark_train.interchange.detect import detect, read_draft
@@ -185,3 +187,27 @@ def test_starting_points() -> None:
     three = tiny_draft(target, num_layers=3)
     with pytest.raises(UserError, match="only 2 layers of full attention"):
         initialise(three, DraftRecipe(init="target_layers"), target)
+
+
+def test_the_papers_recipe() -> None:
+    """Parameters counted by hand from the published sizes of Gemma 4 12B."""
+    path = Path(__file__).parents[2] / "configs" / "gemma4_12b.yaml"
+    written = yaml.safe_load(path.read_text())
+    target = transformers.Gemma4UnifiedTextConfig(
+        hidden_size=3840,
+        intermediate_size=15360,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+    )
+    taps = tuple(written["target"]["layer_ids"])
+    config = build_config(DraftRecipe(**written["draft"]), target, taps, embedding_scale=3840**0.5)
+    config.check()
+    assert (config.head_dim, config.num_key_value_heads, config.vocab_size) == (512, 1, 262_144)
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
+    own = sum(size for name, size in sizes.items() if name not in ("embed_tokens.weight", "lm_head.weight"))
+    layer = 2 * 3840 * 8192 + 3840 * 512 + 3 * 3840 * 15360 + 4 * 3840 + 2 * 512 + 1
+    heads = 2 * 262_144 * 256 + 3840 + 256 + 1
+    assert own == 5 * layer + 5 * 3840 * 3840 + 2 * 3840 + heads

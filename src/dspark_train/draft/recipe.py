@@ -347,6 +347,12 @@ def family_fields(recipe: DraftRecipe, target: Any) -> dict[str, Any]:
         raise UserError(
             f"draft.layers gemma4 is for dense Gemma 4 targets, and this one has {', '.join(problems)}: leave it auto"
         )
+    if recipe.rope is not None or recipe.sliding_window is not None:
+        name = "draft.rope" if recipe.rope is not None else "draft.sliding_window"
+        raise UserError(
+            f"{name}: Gemma 4 layers rotate as their target's do, and all see everything; leave it out, or set "
+            "draft.layers: qwen3"
+        )
     return fields | {
         "attention_k_eq_v": bool(text["attention_k_eq_v"]),
         "rope_parameters": canonical_rope(text),
