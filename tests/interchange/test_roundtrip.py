@@ -179,10 +179,10 @@ def test_dflash_holds_no_head_and_says_who_cannot_serve_it(
         export_draft(make_draft("vanilla"), target_weights, tmp_path / "a", "dflash")
     with pytest.raises(UserError, match="no reduced vocabulary"):
         export_draft(make_draft("none", 20), target_weights, tmp_path / "a", "dflash")
+    capped = make_draft("none")
+    capped.config.final_logit_softcapping = 5.0
     with pytest.raises(UserError, match=r"no soft-cap, and this target caps its logits at 5\.0"):
-        export_draft(
-            make_draft("none", final_logit_softcapping=5.0), target_weights, tmp_path / "a", "dflash"
-        )
+        export_draft(capped, target_weights, tmp_path / "a", "dflash")
     assert not (tmp_path / "a").exists()
     result = export_draft(make_draft("none"), target_weights, tmp_path / "b", "dflash")
     assert "format dflash holds no confidence head: it was left out" in result.notes
