@@ -20,6 +20,7 @@ from dspark_train.draft.kinds import Draft, make_draft
 from dspark_train.errors import UserError
 from dspark_train.structures import DecodingTrace
 from dspark_train.target.frozen import FrozenTarget
+from dspark_train.target.sharding import is_shared
 from dspark_train.training.strategy import gather_objects
 
 
@@ -83,7 +84,7 @@ class DecodeValidation(Callback):
                     f"DecodeValidation: the data have no {self.split} prompts; give that split a share, or name another"
                 )
         self._copy = snapshot(module.draft, module.target, self._copy)
-        if module.target_config.sharding == "none":
+        if not is_shared(module.target.model):
             own, seconds = self._chosen[trainer.global_rank :: trainer.world_size], self.seconds
         else:  # every rank takes part in every pass: all decode the same prompts, and none stops early
             own, seconds = self._chosen, float("inf")

@@ -52,6 +52,11 @@ class WholeHead(nn.Module):
         return nn.functional.linear(hidden, self.weight)
 
 
+def is_shared(model: Any) -> bool:
+    """Whether ranks share the layers of ``model``, so that all must take part in each of its passes."""
+    return hasattr(model, "_sharding_engine")
+
+
 def local_rank(device: torch.device) -> str:
     """Number of this process on its node: as SLURM says, else as its device says."""
     return os.environ.get("SLURM_LOCALID", str(device.index or 0))
