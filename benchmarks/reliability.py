@@ -2,7 +2,7 @@
 
     python benchmarks/reliability.py checkpoints/quickstart --suite prompts --markdown benchmarks/reliability.md
 
-Fits on the calibration split of a run, and judges on two sets that training did not see: its held-out split, and the
+Fits on the calibration split of a run, and judges on two sets that training did not see: its test split, and the
 first turns of suites (``--suite`` names a folder of JSONL files), which are of another kind than the training data.
 There it also shows what helps: scalings fitted on half of the suites' prompts, and the run's own scalings that follow
 what is accepted (online correction, every round judged before the correction sees it).
@@ -50,7 +50,7 @@ def main() -> None:
         raise UserError(f"{run.path}: its weights carry a bias of an earlier version; run `calibrate` first")
     rule = SamplingRule(options.temperature)
     recording = Recording(options.prompts, options.tokens, options.batch_size)
-    fit, heldout = (recorded_rounds(run, split, rule, recording) for split in ("calibration", "heldout"))
+    fit, heldout = (recorded_rounds(run, split, rule, recording) for split in ("calibration", "test"))
     other = suite_rounds(run, options.suite, rule, recording)
     fitted = fit_scalings(fit)
     size = fit.block_size
@@ -58,7 +58,7 @@ def main() -> None:
         f"| rounds of | how | {' | '.join(map(str, range(1, size + 1)))} | mean | AUC at 1 |",
         f"|---|---|{'--:|' * (size + 2)}",
     ]
-    for name, trace in (("held-out split", heldout), ("suites", other)):
+    for name, trace in (("test split", heldout), ("suites", other)):
         for how, sts in (
             ("as trained", None),
             ("T alone", fitted.alone),
@@ -74,7 +74,7 @@ def main() -> None:
     lines.append(f"| suites | bias and T, then followed online |{cells}")
     caption = (
         f"ECE in % of prefix survival (20 bins) ± what counting alone makes; {rule.label}; "
-        f"{len(fit.request)} rounds to fit, {len(heldout.request)} held out, "
+        f"{len(fit.request)} rounds to fit, {len(heldout.request)} of the test split, "
         f"{len(other.request)} of suites. {machine()}"
     )
     text = "\n".join(["# Reliability of the confidences", "", caption, "", *lines]) + "\n"
@@ -89,7 +89,7 @@ def suite_rounds(run: Run, folder: Path, rule: SamplingRule, recording: Recordin
     if not files:
         raise UserError(f"--suite {folder} holds no JSONL file of prompts")
     each = max(1, recording.prompts // len(files))
-    template = run.config["data"].get("template")
+    template = run.template
     settings = EvaluateOptions(run.path, tuple(map(str, files)), max_new_tokens=recording.max_new_tokens)
     evaluation = Evaluation(run.target, (), settings, template)
     encoded = [
