@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from dspark_train.cli.chat import Writer, WriterOptions
+from dspark_train.cli.chat import WriterOptions
+from dspark_train.cli.writer import Writer
 from dspark_train.report import figures, learning_figures, results
 from dspark_train.report.drawing import save_png
 from dspark_train.run import Run

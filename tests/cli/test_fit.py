@@ -190,7 +190,7 @@ def test_stages_after_training_are_a_list_in_either_form(tmp_path: Path, given: 
 @pytest.mark.parametrize(("given", "wanted"), [(10, 40), (0.5, 0.5), (None, None)])
 def test_validations_are_counted_in_optimiser_steps(given: float | None, wanted: float | None) -> None:
     """Lightning counts micro-batches: here four of them make a step. A share of an epoch stays one."""
-    trainer = SimpleNamespace(world_size=2, val_check_interval=given)
+    trainer = SimpleNamespace(world_size=2, val_check_interval=given, loggers=[], default_root_dir="nowhere")
     data = SimpleNamespace(accumulation=lambda ranks: 8 // ranks)
     cli = SimpleNamespace(trainer=trainer, datamodule=data, model=SimpleNamespace())
     fit.DSparkCLI.before_fit(cli)  # type: ignore[arg-type]

@@ -146,7 +146,6 @@ def data_of(name: str) -> str:
     [
         [],
         ["--draft.vocab_size", "40"],
-        ["--draft.vocab_size", "4000"],
         ["--draft.vocab_coverage", "0.9"],
         ["--draft.num_key_value_heads", "4", "--draft.intermediate_size", "24"],
         ["--draft.confidence_head", "false", "--target.layer_ids", "[0,2]"],

@@ -177,7 +177,7 @@ def test_other_settings_need_another_name_or_a_restart(folders: dict[str, Path])
         ({"name": "a/b"}, "plain file name"),
         ({"suites": ["gsm9k"]}, "unknown suite"),
         ({"policy": "greedy"}, "policy 'greedy'"),
-        ({"drafts": ["nowhere"]}, "holds no draft"),
+        ({"drafts": ["nowhere"]}, "no such folder, and no hub id"),
         ({"run": Path("nowhere")}, "is no run folder"),
     ],
 )

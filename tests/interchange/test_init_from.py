@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -66,5 +67,6 @@ def test_training_starts_from_a_foreign_backbone_with_new_heads(
     new = [name for name in started if name.startswith(("markov_head.markov_w1", "confidence_head.proj.w"))]
     assert len(new) == 2
     assert all(not torch.allclose(started[name], first[name], atol=1e-3) for name in new)
-    steps = (tmp_path / "second" / "metrics.csv").read_text().splitlines()[1:]
-    assert [row.split(",")[0] for row in steps] == ["0"]  # not the first run's schedule gone on
+    with (tmp_path / "second" / "metrics.csv").open() as file:
+        steps = [row["step"] for row in csv.DictReader(file)]
+    assert steps == ["0"]  # not the first run's schedule gone on

@@ -86,7 +86,7 @@ def test_prepare_runs_its_stages_and_says_what_is_missing(
         commands.prepare(commands.PrepareOptions(tmp_path / "a", [source], str(tmp_path / "nowhere")))
     for stage in ("collect", "tokenize"):  # one by one
         commands.prepare(commands.PrepareOptions(tmp_path / "b", [source], target, stages=[stage]))
-    assert "300/300" in capsys.readouterr().out
+    assert "tokenize  300 of 300 conversations" in capsys.readouterr().out
     assert PreparedSet(tmp_path / "b" / "tokenized").manifest.conversations == 300
     for _ in range(2):  # the second run finds everything done
         commands.prepare(commands.PrepareOptions(tmp_path / "a", [source], target))
@@ -114,7 +114,7 @@ def test_prepare_lets_a_target_answer_in_this_process(
             regeneration=options,
         )
     )
-    assert "12/12" in capsys.readouterr().out
+    assert "tokenize  12 of 12 conversations" in capsys.readouterr().out
     answered = [
         json.loads(line) for line in (tmp_path / "out" / "regenerated.jsonl").read_text().splitlines()
     ]

@@ -32,14 +32,8 @@ GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 class DraftRecipe:
     """Shape of the draft; what is left out follows the target."""
 
-    kind: Literal["dspark", "eagle3"] = "dspark"
-    """``dspark``: a block in one pass, with or without heads (without: the parallel draft of DFlash). ``eagle3``: one
-    layer that writes token by token, trained on its own states."""
     num_layers: int = 5
     """Decoder layers of the backbone."""
-    layers: Literal["auto", "qwen3", "gemma4"] = "auto"
-    """Kind of these layers, by which engines know the draft: ``gemma4`` for dense Gemma 4 targets, ``qwen3`` for all
-    others."""
     block_size: int = 7
     """Draft tokens per round (γ)."""
     head: HeadType = "vanilla"
@@ -86,6 +80,12 @@ class DraftRecipe:
     """Start of the sequential head: ``random``, or ``bigrams``: the token pairs of the training answers."""
     norm_init: float = 1.0
     """Initial weight of the final norm; a small one makes the first logits near uniform."""
+    kind: Literal["dspark", "eagle3"] = "dspark"
+    """``dspark``: a block in one pass, with or without heads (without: the parallel draft of DFlash). ``eagle3``: one
+    layer that writes token by token, trained on its own states."""
+    layers: Literal["auto", "qwen3", "gemma4"] = "auto"
+    """Kind of the layers, by which engines know the draft: ``gemma4`` for dense Gemma 4 targets, ``qwen3`` for all
+    others."""
 
 
 EAGLE3_OPTIONS = ("kind", "block_size", "intermediate_size", "num_key_value_heads", "norm_init")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def _settings(
         "seed": options.seed,
         "drafts": {one.label: weights_digest(one.folder) for one in drafts},
         "confidence_temperatures": {
-            f"{one.label} {SamplingRule(temperature, options.top_k, options.top_p).label}": fitted
+            f"{one.label} {SamplingRule(temperature, options.top_k, options.top_p).label}": asdict(fitted)
             for one in drafts
             for temperature, fitted in one.sts.items()
         },
