@@ -58,7 +58,11 @@ def test_help_loads_nothing_heavy_and_shows_every_docstring(name: str, tmp_path:
     assert text.startswith(f"usage: dspark-train {name}")
     shown = "".join(text.split())  # argparse breaks lines at blanks and hyphens
     kind = options_of(resolve(COMMANDS[name]))
-    documented = {param.arg_name: param.description for param in parse_from_object(kind).params}
+    documented = {
+        param.arg_name: param.description
+        for part in kind.__mro__[:-1]
+        for param in parse_from_object(part).params
+    }
     for field in fields(kind):
         assert documented[field.name], field.name
         assert "".join(documented[field.name].split()).rstrip(".") in shown, field.name
