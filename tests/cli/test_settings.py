@@ -74,7 +74,13 @@ def test_a_users_callbacks_work_and_the_best_draft_is_handed_over(
     same = [name for name in draft if f"draft.{name}" in weights]
     assert same
     assert all(torch.equal(draft[name], weights[f"draft.{name}"]) for name in same)
-    assert f"the draft is that of step {best['step']}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"the draft is that of step {best['step']}" in said
+    assert "training  " in said, (
+        "our progress, not Lightning's silent bar, is shown beside a user's callbacks"
+    )
+    written = {path.parent for path in (recipe / "run").rglob("*.ckpt")}
+    assert written == {recipe / "run" / "trainer"}, "Lightning's own checkpoints are left out"
 
 
 def test_validating_a_finished_runs_config_validates_its_draft(

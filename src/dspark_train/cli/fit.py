@@ -137,14 +137,16 @@ class DSparkCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add what every run has: the CSV of its metrics, and checkpoints that can be resumed."""
+        given = self.config_init[self.subcommand].trainer.callbacks or []
+        wanted = (
+            list(given) if isinstance(given, list) else [given]
+        )  # Lightning adds its own to the list itself
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except MisconfigurationException as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"the settings under `trainer` do not work together: {reason}") from error
         run, fitting = self.config[self.subcommand].run, self.subcommand == "fit"
-        wanted = self.config_init[self.subcommand].trainer.callbacks or []
-        wanted = wanted if isinstance(wanted, list) else [wanted]
         others = [
             callback
             for callback in trainer.callbacks  # type: ignore[attr-defined]
