@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # What only a GPU can tell, in ten minutes at most: a table, and gpu_check.json. DEVICE=cpu runs it on tiny shapes.
 gpu-check: $(VENV)/.installed
