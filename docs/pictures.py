@@ -32,7 +32,7 @@ def chat(run: Path) -> None:
         pieces.append(piece)
     for _ in writer.texts(writer.plain, ids, 120, plain=True):
         pass
-    console = Console(record=True, width=88, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=88, highlight=False, file=io.StringIO(), force_terminal=True)
     console.print(f"[bold]$ python -m dspark_train chat {run}[/bold]\n")
     console.print(f"› {QUESTION}")
     text = Text()
