@@ -168,3 +168,12 @@ def test_an_unfinished_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None
         other = now | {section: now[section] | {key: value}}
         with pytest.raises(UserError, match=rf"differs in {section}.{key}"):
             open_run(config, other)
+
+
+def test_a_machine_without_git_has_no_commit_to_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dspark_train.run import environment
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = environment()
+    assert found["commit"] is None
+    assert found["versions"]["torch"]

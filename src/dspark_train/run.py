@@ -145,16 +145,14 @@ def environment() -> dict[str, Any]:
 
     names = ("dspark-train", "torch", "lightning", "deepspeed", "transformers", "datasets")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    commit = ""
+    if git := shutil.which("git"):
+        asked = [git, "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
         "machine": f"{device}, {torch.get_num_threads()} threads",
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
     }
 
 

@@ -126,7 +126,7 @@ class DSparkCLI(LightningCLI):
             else:  # rank zero opens the folder; the others only look for what to resume from
                 checkpoints = None if config.run.overwrite else folder / "trainer"
             latest = latest_checkpoint(checkpoints) if checkpoints else None
-            self.store_draft = same_record(config, folder)
+            self.store_draft = first and same_record(config, folder)  # only the first rank has a record
             if latest is not None:
                 say(f"continuing the run in {config.run.folder} from {latest.name}")
                 config.ckpt_path, config.weights_only = str(latest), True

@@ -118,3 +118,4 @@ def _record(record: Any, run: Run, store_draft: bool) -> None:
         artifact = wandb.Artifact(f"draft-{record.id}", type="model", metadata=lineage)
         artifact.add_dir(str(run.draft_path))
         record.log_artifact(artifact)
+    record.finish()  # all of it is written before the command ends
