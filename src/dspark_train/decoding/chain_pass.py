@@ -8,22 +8,18 @@ output of the last row starts the chain; the chain's own rows lie behind, and ar
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Self
-
 import torch
 from torch import Tensor
 
-from dspark_train.decoding.cache import RaggedCache, RaggedStep
-from dspark_train.decoding.draft_pass import Proposal
+from dspark_train.decoding.cache import RaggedStep
+from dspark_train.decoding.draft_pass import CachedDraft, Proposal
 from dspark_train.decoding.layout import RowLayout
 from dspark_train.decoding.sampling import SamplingRule, best_token, draw
 from dspark_train.draft.eagle3 import Eagle3Draft
-from dspark_train.target.packed import packed_linears
 
 
-class ChainPass:
-    """An Eagle3 draft with the cached keys and values of every request's context.
+class ChainPass(CachedDraft):
+    """An Eagle3 draft, which proposes a token at a time.
 
     As :class:`~dspark_train.decoding.draft_pass.DraftPass`; its rounds always run as they come, since a chain's shapes
     are fixed but for the context.
@@ -31,25 +27,14 @@ class ChainPass:
 
     def __init__(self, draft: Eagle3Draft, slots: int, length: int) -> None:
         """Prepare; arguments as of :class:`~dspark_train.decoding.draft_pass.DraftPass`."""
+        super().__init__(draft, slots, length)
         self.draft = draft
-        self.block_size = draft.config.block_size
-        self.device = draft.fc.weight.device
-        self.cache = RaggedCache(slots, length)
         self.state = draft.fc.weight.new_zeros(slots, draft.config.hidden_size)
         """``[slots, d]``: output of each request's last row."""
-        self._packed = packed_linears(draft, draft.head_weight)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._stack.enter_context(self._packed)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the context of one slot over another."""
-        self.cache.move(source, destination, length)
+        super().move(source, destination, length)
         self.state[destination] = self.state[source]
 
     def begin(self, features: Tensor, layout: RowLayout, following: Tensor) -> None:
@@ -60,7 +45,7 @@ class ChainPass:
             layout: of the rows.
             following: ``[S]`` int64: the token after each row.
         """
-        rows = self._append(features, layout, following)
+        rows = self._run(self.draft.projected(features), layout, following)
         last = torch.tensor(layout.counts, device=self.device).cumsum(0) - 1
         self._keep(rows[last], layout.first_slot)
 
@@ -85,14 +70,12 @@ class ChainPass:
         """
         after = torch.cat([block[:, 1:], following[:, None]], dim=1)
         after = after.scatter(1, accepted[:, None], following[:, None])
-        rows = self._append(features, layout, after[layout.slot, layout.offset])
+        tokens = after[layout.slot, layout.offset]
+        rows = self._run(self.draft.projected(features), layout, tokens)
         self._keep(rows[layout.grid.gather(1, accepted[:, None])[:, 0]], 0)
 
     def _keep(self, state: Tensor, first: int) -> None:
         self.state[first : first + state.shape[0]] = state
-
-    def _append(self, features: Tensor, layout: RowLayout, following: Tensor) -> Tensor:
-        return self._run(self.draft.first_state(features), layout, following)
 
     def _run(self, state: Tensor, layout: RowLayout, tokens: Tensor) -> Tensor:
         """One pass of the layer over rows with states ``[S, d]`` and tokens ``[S]``: ``[S, d]``."""

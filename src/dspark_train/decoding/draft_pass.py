@@ -5,6 +5,7 @@ R  requests      γ  block size      S  flat rows of a target pass      U  vocab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from dspark_train.decoding.layout import FixedLayout, RowLayout
 from dspark_train.decoding.programs import Outputs, Programs, compiled, padded_requests
 from dspark_train.decoding.sampling import SamplingRule, best_token, draw
 from dspark_train.draft.config import Sight
+from dspark_train.draft.kinds import Draft
 from dspark_train.draft.model import DSparkDraft
 from dspark_train.target.packed import packed_linears
 
@@ -39,11 +41,41 @@ class Proposal:
     """``[R, depth]`` float32, raw. None without a confidence head."""
 
 
-class DraftPass:
-    """A draft with the cached keys and values of every request's context. Block slots are never kept.
+class CachedDraft:
+    """A draft with the cached keys and values of every request's context.
 
     While entered, the draft's products use packed weights where that is faster.
     """
+
+    def __init__(self, draft: Draft, slots: int, length: int, groups: Sequence[tuple[str, ...]] = ()) -> None:
+        """Prepare.
+
+        Args:
+            draft: used as it is, on its device, in its dtype.
+            slots: requests that the cache holds.
+            length: positions that fit in each.
+            groups: names of neighbouring layers that read the same states, for packing.
+        """
+        self.block_size = draft.config.block_size
+        self.device = draft.fc.weight.device
+        self.cache = RaggedCache(slots, length)
+        self._packed = packed_linears(draft, draft.head_weight, groups)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._packed)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the context of one slot over another."""
+        self.cache.move(source, destination, length)
+
+
+class DraftPass(CachedDraft):
+    """A draft that proposes a block in one pass. Block slots are never kept."""
 
     def __init__(
         self,
@@ -62,27 +94,17 @@ class DraftPass:
             programs: runs rounds in fixed shapes; None runs every pass as it is.
             compile: compile what lies between the products.
         """
+        rows = slots if programs is None else slots + 1  # one for rows of padding
+        super().__init__(draft, rows, length, _SAME_INPUT)
         self.draft = draft
-        self.block_size = draft.config.block_size
-        self.device = draft.fc.weight.device
-        self.cache = RaggedCache(slots if programs is None else slots + 1, length)  # one for rows of padding
         self._programs, self._compile = programs, compile
-        self._stack = ExitStack()
         self._token_ids = draft.draft_token_ids
-        self._packed = packed_linears(draft, draft.head_weight, _SAME_INPUT)
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self._packed)
+        super().__enter__()
         if self._compile:
             self._stack.enter_context(compiled(self.draft))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def move(self, source: int, destination: int, length: int) -> None:
-        """Copy the context of one slot over another."""
-        self.cache.move(source, destination, length)
 
     def begin(self, features: Tensor, layout: RowLayout, following: Tensor) -> None:
         """Take the prompts of joining requests: :meth:`append`, whatever the tokens ``[S]`` after each row are."""

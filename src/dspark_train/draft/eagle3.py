@@ -9,7 +9,6 @@ what step k − 1 gave, and sees the true context up to its row plus its own ear
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dspark_train.draft.config import EVERYTHING, Sight
 from dspark_train.draft.families import LAYER_FAMILIES
-from dspark_train.draft.layers import DraftAttention, DraftMLP, RMSNorm, Rotation
+from dspark_train.draft.layers import DraftAttention, DraftMLP, RMSNorm
 from dspark_train.draft.vocabulary import TargetBound
 from dspark_train.errors import UserError
 from dspark_train.structures import Blocks, DraftOutput
@@ -39,7 +38,7 @@ class Eagle3Config(Qwen3Config):
         target_layer_ids: tapped layers of the target.
         num_target_layers: decoder layers of the target.
         ttt_length: K, steps of training and longest chain of decoding.
-        step_loss_decay: step k weighs ``decay^k``.
+        step_loss_decay: of the reference's recipe, for its readers; training weighs by ``objective.decay``.
         embedding_scale: factor of the target's token embeddings.
         final_logit_softcapping: the target's; None caps nothing.
     """
@@ -153,8 +152,7 @@ class Eagle3Draft(TargetBound):
         self.rotary = Qwen3RotaryEmbedding(config)
         self.borrowed = None
         if target is None:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size)
-            self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+            self.make_copies()
         self.post_init()
         self._freeze_copies()
         if target is not None:
@@ -165,18 +163,6 @@ class Eagle3Draft(TargetBound):
         """The layer."""
         layer: Eagle3Layer = self.layers[0]
         return layer
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Cosines and sines of positions ``[..]``, ``[.., h]`` each, float32."""
-        flat = positions.reshape(1, -1)
-        cos, sin = self.rotary(torch.empty(0, dtype=torch.float32, device=positions.device), flat)
-        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
-
-    def first_state(self, features: Tensor) -> Tensor:
-        """State of a position that the target has read: ``[.., m·d] -> [.., d]``."""
-        if not torch.is_autocast_enabled(features.device.type):
-            features = features.to(self.fc.weight.dtype)
-        return self.fc(features)
 
     def forward(self, features: Tensor, blocks: Blocks, input_ids: Tensor) -> DraftOutput:
         """Training pass: every row is unrolled, and a block's slots are the K steps of the row before its anchor.
@@ -202,7 +188,7 @@ class Eagle3Draft(TargetBound):
             whose tokens lie past the sequence mean nothing.
         """
         length = input_ids.shape[1]
-        state, states = self.first_state(features), []
+        state, states = self.projected(features), []
         keys: list[Tensor] = []
         values: list[Tensor] = []
         attention = self.layer.self_attn
@@ -218,20 +204,6 @@ class Eagle3Draft(TargetBound):
             state = self.layer.finish(state, mixed)
             states.append(state)
         return torch.stack(states)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """As :class:`~dspark_train.draft.model.DSparkDraft`."""
-        if self.is_copy(module):
-            module.weight.fill_(math.nan)  # type: ignore[operator]
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.normal_(0.0, self.config.initializer_range)
-        elif isinstance(module, RMSNorm):
-            module.weight.fill_(1.0)
-        elif isinstance(module, Qwen3RotaryEmbedding):
-            fresh = Qwen3RotaryEmbedding(self.config)
-            module.inv_freq.copy_(fresh.inv_freq)
-            module.original_inv_freq.copy_(fresh.original_inv_freq)
 
     def hidden(self, state: Tensor) -> Tensor:
         """States ``[.., d]`` as the LM head reads them."""
@@ -265,7 +237,7 @@ def unrolled_attention(
 
 def _attend(start: int, scale: float, key: Tensor, value: Tensor, query: Tensor, *own: Tensor) -> Tensor:
     """Scores of ``query [B, S, H, h]`` (rows from ``start`` on) over the context and over its own later steps."""
-    heads, groups = query.shape[2], query.shape[2] // key.shape[2]
+    groups = query.shape[2] // key.shape[2]
     kind = torch.promote_types(query.dtype, torch.float32)
 
     def wide(tensor: Tensor) -> Tensor:  # [B, S, K, h] -> [B, H, S, h]
@@ -283,5 +255,4 @@ def _attend(start: int, scale: float, key: Tensor, value: Tensor, query: Tensor,
         mixed = shares[..., : key.shape[1]] @ wide(value)
         for place, v in enumerate(own[steps:], key.shape[1]):
             mixed = mixed + shares[..., place : place + 1] * wide(v)
-    assert mixed.shape[1] == heads
     return mixed.transpose(1, 2).to(query.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark_train.draft.eagle3 import ARCHITECTURE, Eagle3Config, Eagle3Draft
 from dspark_train.draft.model import DSparkDraft
-from dspark_train.errors import UserError
+from dspark_train.files import read_json
 from dspark_train.target.frozen import FrozenTarget
 
 Draft = DSparkDraft | Eagle3Draft
@@ -26,15 +26,13 @@ def load_draft(folder: str | Path, **kwargs: Any) -> Draft:
     Raises:
         UserError: nothing there, or damaged.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} holds no draft: config.json is missing")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    kind = Eagle3Draft if ARCHITECTURE in (config.get("architectures") or ()) else DSparkDraft
-    return kind.load(folder, **kwargs)
+    config = read_json(Path(folder) / "config.json", missing="a draft's folder has one")
+    return (Eagle3Draft if is_eagle3(config) else DSparkDraft).load(folder, **kwargs)
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether the ``config.json`` of a draft is that of an Eagle3 draft."""
+    return ARCHITECTURE in (config.get("architectures") or ())
 
 
 def make_draft(config: Any, target: FrozenTarget, draft_token_ids: Tensor | None = None) -> Draft:

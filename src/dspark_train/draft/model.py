@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dspark_train.draft.config import DSparkConfig
 from dspark_train.draft.families import to_gemma4
 from dspark_train.draft.flex import FlexLayout, flex_block_attention
 from dspark_train.draft.heads import ConfidenceHead, SequentialHead
-from dspark_train.draft.layers import DraftLayer, RMSNorm, Rotation
+from dspark_train.draft.layers import DraftLayer, RMSNorm
 from dspark_train.draft.vocabulary import BorrowedVocabulary, TargetBound
 from dspark_train.errors import UserError
 from dspark_train.structures import Blocks, DraftOutput
@@ -58,8 +57,7 @@ class DSparkDraft(TargetBound):
             ids = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
             self.register_buffer("d2t", ids, persistent=True)
         if target is None:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size)
-            self.lm_head = nn.Linear(size, config.draft_vocabulary, bias=False)
+            self.make_copies()
         self.post_init()
         self._freeze_copies()
         if draft_token_ids is not None:
@@ -91,16 +89,7 @@ class DSparkDraft(TargetBound):
 
     def context(self, features: Tensor) -> Tensor:
         """``H_ctx = RMSNorm(W_c features)``: ``[.., m·d] -> [.., d]``."""
-        # autocast would only narrow again what is widened here
-        if not torch.is_autocast_enabled(features.device.type):
-            features = features.to(self.fc.weight.dtype)
-        return self.hidden_norm(self.fc(features))
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Cosines and sines of true positions ``[..]``, ``[.., h]`` each, float32."""
-        flat = positions.reshape(1, -1)
-        cos, sin = self.rotary(torch.empty(0, dtype=torch.float32, device=positions.device), flat)
-        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+        return self.hidden_norm(self.projected(features))
 
     def forward(self, features: Tensor, blocks: Blocks, input_ids: Tensor | None = None) -> DraftOutput:
         """Training pass: all blocks of a batch at once, teacher forcing in the sequential head.
@@ -174,25 +163,8 @@ class DSparkDraft(TargetBound):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise trained parts; frozen copies become NaN, so that one that was not loaded cannot go unnoticed.
-
-        The second projection of the sequential head starts at zero: the draft starts as its parallel backbone.
-        """
-        std = self.config.initializer_range
-        if self.is_copy(module):
-            module.weight.fill_(math.nan)  # type: ignore[operator]
-        elif isinstance(module, nn.Linear):
-            module.weight.normal_(0.0, std)
-            if module.bias is not None:
-                module.bias.zero_()
-        elif isinstance(module, nn.Embedding):
-            module.weight.normal_(0.0, std)
-        elif isinstance(module, RMSNorm):
-            module.weight.fill_(1.0)
-        elif isinstance(module, Qwen3RotaryEmbedding):
-            fresh = Qwen3RotaryEmbedding(self.config)
-            module.inv_freq.copy_(fresh.inv_freq)
-            module.original_inv_freq.copy_(fresh.original_inv_freq)
+        """The second projection of the sequential head starts at zero: the draft starts as its parallel backbone."""
+        super()._init_weights(module)
         if isinstance(module, DraftLayer) and module.layer_scalar is not None:
             module.layer_scalar.fill_(1.0)
         if isinstance(module, SequentialHead):

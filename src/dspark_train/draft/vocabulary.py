@@ -1,8 +1,9 @@
-"""The target's embedding and LM head in a draft: borrowed from a loaded target, or frozen copies of a checkpoint."""
+"""What drafts of every kind share: the target's embedding and LM head, borrowed or frozen copies, and their files."""
 
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from dspark_train.draft.layers import RMSNorm, Rotation
 from dspark_train.errors import UserError
 from dspark_train.target.frozen import FrozenTarget
 
@@ -37,6 +40,7 @@ class TargetBound(PreTrainedModel):
 
     config: Any
     fc: nn.Linear
+    rotary: Qwen3RotaryEmbedding
     embed_tokens: Any
     lm_head: Any
     borrowed: BorrowedVocabulary | None
@@ -45,6 +49,12 @@ class TargetBound(PreTrainedModel):
     def draft_token_ids(self) -> Tensor | None:
         """``[U]`` int64, ascending: target id of every draft token. None where the vocabulary is the target's."""
         return None
+
+    def make_copies(self) -> None:
+        """Make room for copies of the target's embedding and head, to be loaded from a checkpoint."""
+        config = self.config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocabulary, bias=False)
 
     def is_copy(self, module: nn.Module) -> bool:
         """Whether ``module`` is a frozen copy of one of the target's matrices."""
@@ -100,7 +110,39 @@ class TargetBound(PreTrainedModel):
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(logits / cap) if cap else logits
 
+    def projected(self, features: Tensor) -> Tensor:
+        """``W_c features``: ``[.., m·d] -> [.., d]``."""
+        # autocast would only narrow again what is widened here
+        if not torch.is_autocast_enabled(features.device.type):
+            features = features.to(self.fc.weight.dtype)
+        return self.fc(features)
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Cosines and sines of true positions ``[..]``, ``[.., h]`` each, float32."""
+        flat = positions.reshape(1, -1)
+        cos, sin = self.rotary(torch.empty(0, dtype=torch.float32, device=positions.device), flat)
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+
     # -- weights --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise trained parts; frozen copies become NaN, so that one that was not loaded cannot go unnoticed."""
+        std = self.config.initializer_range
+        if self.is_copy(module):
+            module.weight.fill_(math.nan)  # type: ignore[operator]
+        elif isinstance(module, nn.Linear):
+            module.weight.normal_(0.0, std)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(0.0, std)
+        elif isinstance(module, RMSNorm):
+            module.weight.fill_(1.0)
+        elif isinstance(module, Qwen3RotaryEmbedding):
+            fresh = Qwen3RotaryEmbedding(self.config)
+            module.inv_freq.copy_(fresh.inv_freq)
+            module.original_inv_freq.copy_(fresh.original_inv_freq)
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write this draft, copies of the target's matrices included, so that :meth:`load` gives it back.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_train.calibration.io import Calibration
 from dspark_train.errors import UserError
+from dspark_train.files import read_json
 from dspark_train.hub import local_folder
 from dspark_train.run import STS_FILE, Dtype, Run
 
@@ -59,10 +59,7 @@ def named_target(folder: Path) -> str:
     Raises:
         UserError: it names none.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} holds neither a run (config.yaml) nor a draft (config.json)")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json", missing=f"{folder} holds neither a run nor a draft")
     verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
     named = verifier or card_fields(folder).get("base_model")
     if not isinstance(named, str) or not named:
@@ -77,20 +74,24 @@ def card_fields(folder: Path) -> dict[str, Any]:
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    fields = yaml.safe_load(found[1]) if found else None
+    try:
+        fields = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{path}: its front matter is not valid YAML: {str(error).splitlines()[0]}"
+        ) from error
     return fields if isinstance(fields, dict) else {}
 
 
 def _open_draft(folder: Path, target_name: str, dtype: Dtype | None) -> Pair:
-    from dspark_train.draft.eagle3 import ARCHITECTURE
-    from dspark_train.draft.kinds import load_draft
+    from dspark_train.draft.kinds import is_eagle3, load_draft
     from dspark_train.interchange.detect import read_draft
     from dspark_train.interchange.importing import import_folder
     from dspark_train.target.config import TargetConfig
     from dspark_train.target.frozen import FrozenTarget
 
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    chain = ARCHITECTURE in described.get("architectures", ())
+    described = read_json(folder / "config.json", missing=f"{folder} holds neither a run nor a draft")
+    chain = is_eagle3(described)
     config = described if chain else read_draft(folder).config
     settings = TargetConfig(target_name, layer_ids=config["target_layer_ids"], dtype=dtype or "auto")
     slots = config["ttt_length"] if chain else config["block_size"]

@@ -125,21 +125,17 @@ class DSparkModule(LightningModule):
     def draft_config(self) -> DSparkConfig | Eagle3Config:
         """Configuration of the draft, without the size of a reduced vocabulary that the data decides."""
         target = self.target
+        about = (self.recipe, target.config, target.layer_ids)
+        vocabulary: dict[str, Any] = {
+            "vocab_size": target.vocab_size,
+            "embedding_scale": target.embedding_scale,
+        }
         if self.recipe.kind == "eagle3":
-            return build_eagle3_config(
-                self.recipe,
-                target.config,
-                target.layer_ids,
-                vocab_size=target.vocab_size,
-                embedding_scale=target.embedding_scale,
-            )
+            return build_eagle3_config(*about, **vocabulary)
         mask = self.recipe.mask_token_id
         return build_config(
-            self.recipe,
-            target.config,
-            target.layer_ids,
-            vocab_size=target.vocab_size,
-            embedding_scale=target.embedding_scale,
+            *about,
+            **vocabulary,
             num_anchors=getattr(getattr(self._trainer, "datamodule", None), "num_anchors", 512),
             mask_token_id=choose_mask_token(target.tokenizer, target.vocab_size) if mask is None else mask,
             num_layers=target.num_layers,
